@@ -66,7 +66,7 @@ MISTAKES = {
         ),
         "a backward pass adds to gradients that W on its stream is adding to": (
             "moe_ext/pipeline/step.py",
-            "[-        self.join()  # it adds to the same gradients\n-]",
+            "adds to the same gradients.\n[-        self.join()\n-]",
             "tests/pipeline/test_weight_stream.py",
         ),
         "nodes of weights stay on the main stream": (
@@ -416,7 +416,7 @@ MISTAKES = {
         ),
         "a message stands before one that it comes of": (
             "moe_ext/pipeline/step.py",
-            "must not stand before it.\n                    [-return-]{+continue+}",
+            "the thread waited for it first.\n                    [-return-]{+continue+}",
             "tests/test_smallest.py -k pipelines",
         ),
         "an error that a rank raises before it compares loses its class": (
@@ -771,7 +771,7 @@ MISTAKES = {
         ),
         "a failure does not say in which action it was": (
             "moe_ext/pipeline/**/*.py",
-            "name = [-self.messages.named(action)-]{+'a step'+}\n            # Below",
+            "name = [-self.messages.named(action)-]{+'a step'+}\n            # Python",
             "tests/pipeline/test_stages.py tests/pipeline/test_executor.py",
         ),
         "a stage's second forward pass draws other numbers": (

@@ -1,4 +1,4 @@
-"""Refuses a table that would compute something else, or never end."""
+"""Checks that a table computes each gradient once and in order, and that all ranks end."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ class _Place(NamedTuple):
     action: Action
 
 
-# By action, its version apart.
+# Places of each action in a table. Actions are keyed with version 0, whatever version they use.
 _Places = dict[Action, list[_Place]]
 
 
 def check_table(table: ActionTable, *, max_in_flight: int | None = None) -> None:
-    """Refuse a table that is not complete and in order, or in which ranks wait for ever.
+    """Refuse a table that is incomplete or out of order, or in which ranks wait for ever.
 
-    Every stage lies on one rank and runs each micro-batch of its chain forward once and backward
-    once, whole or as input gradient and weight gradients; slices forward in order and backward in
-    reverse; backward with the version of the weights that went forward. Versions are made one after
-    the other, before their use, of the same micro-batches in all stages. Where there are messages,
-    each result that another rank needs is sent behind it and received before its use. No rank waits
-    for ever even if messages have no buffer, so that a send ends when its receive is posted.
+    Every stage lies on one rank. It runs each micro-batch of its chain forward once and backward
+    once, where a backward pass is "B" or the pair of "I" and "W". Slices go forward in order and
+    backward in reverse order. A backward pass uses the version of the weights of its forward pass.
+    Versions are made one after the other, before their use, from the same micro-batches in all
+    stages. In a table with messages, each result for another rank is sent after it was computed,
+    and received before its use. The ranks come to their end even if messages have no buffer, so
+    that a send ends only when its receive is posted.
 
     Args:
-        table: with messages or without.
-        max_in_flight: micro-batches of which a rank may hold activations at once, counted for each
-            of its stages; None for any number.
+        table: table with or without messages.
+        max_in_flight: largest number of micro-batches of which a rank may hold activations at once,
+            counted for each of its stages; None for any number.
 
     Raises:
-        ValueError: with rank, stage, micro-batch and action of what is wrong.
+        ValueError: the table is wrong; the text names rank, stage, micro-batch and action.
     """
     for problem in _problems(table):
         raise ValueError(f"check_table: expected {problem}")
@@ -54,16 +55,16 @@ def check_table(table: ActionTable, *, max_in_flight: int | None = None) -> None
 
 
 def in_flight(table: ActionTable) -> tuple[int, ...]:
-    """The most micro-batches of which each rank holds activations at once.
+    """Return for each rank the most micro-batches of which it holds activations at once.
 
-    Counted for each of its stages, from the forward pass to the end of the backward pass, weight
-    gradients included.
+    A micro-batch counts once for each stage of the rank, from its forward pass to the end of its
+    backward pass, including the gradients of weights.
     """
     return tuple(_most_in_flight(table, rank)[0] for rank in range(table.num_ranks))
 
 
 def weight_versions(table: ActionTable) -> tuple[int, ...]:
-    """The most versions of its weights that a stage of each rank keeps at once."""
+    """Return for each rank the most versions of weights that one of its stages keeps at once."""
     kept = kept_versions(table)
     return tuple(
         max(
@@ -75,7 +76,7 @@ def weight_versions(table: ActionTable) -> tuple[int, ...]:
 
 
 def kept_versions(table: ActionTable) -> dict[tuple[int, int, int], tuple[int, ...]]:
-    """For each update (chain, stage, version): the versions that are used behind it, and itself."""
+    """Map each update (chain, stage, version) to its version and the older ones used after it."""
     found: dict[tuple[int, int, int], tuple[int, ...]] = {}
     for rank in range(table.num_ranks):
         used: dict[tuple[int, int], set[int]] = {}
@@ -91,12 +92,12 @@ def kept_versions(table: ActionTable) -> dict[tuple[int, int, int], tuple[int, .
 
 
 def messages_of_pairs(table: ActionTable) -> dict[tuple[int, int], list[Action]]:
-    """The sends of each (sender, receiver), in the order that both ranks have.
+    """Map each (sender, receiver) to its sends, in the order of the table.
 
-    NCCL knows messages by that order alone.
+    NCCL matches the messages of a pair by their order alone.
 
     Raises:
-        ValueError: a rank receives in another order than the other one sends.
+        ValueError: a receiver expects messages in another order than the sender sends them.
     """
     sends: dict[tuple[int, int], list[Action]] = {}
     received: dict[tuple[int, int], list[Action]] = {}
@@ -123,7 +124,8 @@ def messages_of_pairs(table: ActionTable) -> dict[tuple[int, int], list[Action]]
 def updates_of(table: ActionTable) -> dict[tuple[int, int], dict[int, int]]:
     """Map, for each (chain, stage), a micro-batch to the version that its gradients make.
 
-    0 where there is none behind its backward pass; empty for a table without updates.
+    The version is 0 if no update follows the backward pass. The map is empty for a table without
+    updates.
     """
     found: dict[tuple[int, int], dict[int, int]] = {}
     for rank in range(table.num_ranks):
@@ -151,7 +153,10 @@ def _at(place: _Place) -> str:
 
 
 def _problems(table: ActionTable) -> Iterator[str]:
-    """Mistakes in a table, each before those that follow from it; callers stop at the first."""
+    """Yield mistakes of a table.
+
+    Callers must stop at the first mistake, because each check assumes that earlier ones passed.
+    """
     places: _Places = {}
     for rank, row in enumerate(table.rows):
         for number, action in enumerate(row):
@@ -172,7 +177,7 @@ def _problems(table: ActionTable) -> Iterator[str]:
 
 
 def _units(table: ActionTable) -> dict[int, list[tuple[int, int]]]:
-    """The (micro-batch, slice) pairs of each chain."""
+    """Map each chain to its (micro-batch, slice) pairs."""
     found: dict[int, set[tuple[int, int]]] = {}
     for rank in range(table.num_ranks):
         for a in table.actions(rank):
@@ -233,7 +238,7 @@ def _of_micro_batches(table: ActionTable, units: dict[int, list[tuple[int, int]]
 
 
 def _of_unit(table: ActionTable, places: _Places, forward: Action, rank: int) -> Iterator[str]:
-    """A micro-batch in a stage: each pass once, in order, with the same weights."""
+    """Check a slice of a micro-batch in a stage: each pass once, in order, of one version."""
 
     def found(kind: str, ahead: int = 0) -> list[_Place]:
         return places.get(forward._replace(kind=kind, slice=forward.slice + ahead), [])

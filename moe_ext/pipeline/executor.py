@@ -1,4 +1,4 @@
-"""A pipeline on one rank: its stages and table, checked, and step by step."""
+"""The `Pipeline` of one rank: checks its table and stages, and runs training steps."""
 
 from __future__ import annotations
 
@@ -30,69 +30,75 @@ from moe_ext.pipeline.table import ActionTable
 from moe_ext.pipeline.turn_plan import TurnPlan
 
 _HOST = torch.device("cpu")
-# For each weight that several stages have: stages, and the names of the parameters there.
+# For each weight that several stages share: (stage, name of the parameter in that stage).
 Tied = Sequence[Sequence[tuple[int, str]]]
 
 
 class Pipeline:
-    """Runs the stages of this rank as a table says, each action in the order of its row.
+    """Runs the stages of this rank: the actions of its row of a table, in order.
 
     Gradients are those of the mean of the micro-batches' losses, as one process would add them up.
-    Balance losses that the layers of any stage inject are divided with them, by `set_loss_scale` in
-    every step. Activations and gradients travel between ranks over connections of their own: a
-    receive is posted where the table has it, and what needs the tensor waits. "I" and "W" compute
-    the gradients of inputs and of weights apart, where the input of a stage has one; of the first
-    stage W computes all, of one with FSDP2 or `torch.compile` inside I does.
+    Balance losses that the layers of any stage inject are divided alike, by `set_loss_scale` in
+    every step. Activations and gradients travel between ranks over connections of their own. A
+    receive is posted at its place in the table, and the action that needs the tensor waits. "I" and
+    "W" compute the gradients of inputs and of weights apart. If the input of a stage has no
+    gradient, as in the first stage, "W" computes all. "I" computes all gradients of a stage that
+    has FSDP2 or `torch.compile` inside.
 
-    For stages on CUDA tensors go over NCCL (`comm.point_to_point.OrderedMessages`), and streams
-    wait for them. The host waits once for the shape and dtype of what comes into a stage, which
-    its rank is told over Gloo. An error of another rank is raised at the beginning of a step, since
-    no host waits in it. Actions run on the current stream, W too unless `weight_stream`.
+    For stages on CUDA, tensors go over NCCL (`comm.point_to_point.OrderedMessages`), and streams
+    wait for them. The host waits once for the shape and dtype of each stage's input, which travel
+    over Gloo. Later no host waits within a step, so that an error of another rank is raised at the
+    beginning of the next one. Actions run on the current stream, W too unless `weight_stream`.
 
-    A stage that lies on several ranks, one for each chain of the table, ends a step with the sum of
-    their gradients. Where the table has slices, a stage is called as `stage(x, past)` and gives
-    `(out, kept)`: `kept` is a tuple of tensors that later slices of the micro-batch need, such as
-    keys and values, and `past` a tuple of those of the slices before it; their gradients come back
-    to it from all of these. Where it has updates, `update` makes each new version of a stage's
-    weights in the parameters; passes that began with an older one keep it, and gradients are those
-    of the mean over the micro-batches of an update. A step begins with version 0.
+    If a stage lies on several ranks, one for each chain of the table, a step ends with the sum of
+    its gradients on all of them. In a table with slices, a stage is called as `stage(x, past)` and
+    returns `(out, kept)`. `kept` is a tuple of tensors that later slices of the micro-batch need,
+    such as keys and values. `past` is a tuple with the `kept` of each slice before, which receives
+    the gradients of later slices. In a table with updates, `update` makes each new version of a
+    stage's weights in the parameters. The backward pass uses the version of the forward pass, and
+    gradients are those of the mean over the micro-batches of an update. A step begins with
+    version 0.
 
-    Rows of FSDP2 (UNSHARD, RESHARD, REDUCE_GRAD) are left to FSDP2's own hooks. Hooks of parameters
-    (DistributedDataParallel) see no gradient that W computes: reduce after the step.
+    Actions of FSDP2 (UNSHARD, RESHARD, REDUCE_GRAD) are left to FSDP2's own hooks. Hooks of
+    parameters, such as those of DistributedDataParallel, do not see gradients that W computes.
+    Reduce such gradients after the step.
 
     Args:
-        table: the same on every rank; `add_messages` completes it where it has no messages. Or a
-            plan of `plan_turns`: a rank then computes one action while others of its own wait for
-            exchanges between the ranks of their stage, on the CPU. Forward passes draw random
-            numbers from a generator each, seeded by a number of the caller's.
-        stages: modules of this rank by number, each of a tensor to a tensor, in floating point
-            between stages and alike in shape for all micro-batches; on the CPU or one CUDA device.
-        loss_fn: gives the loss of the last stage's output and a target, a mean over the batch.
-        group: the ranks of the pipeline, with Gloo; None is this process alone. For stages on CUDA
-            with NCCL, too ("cpu:gloo,cuda:nccl").
+        table: the same on every rank; `add_messages` completes a table without messages. Or a plan
+            of `plan_turns`, for stages on the CPU. A rank then computes one action while others of
+            its own wait for exchanges between the ranks of their stage. Each forward pass of a plan
+            has a random seed of its own, drawn from the caller's generator.
+        stages: modules of this rank by number, on the CPU or one CUDA device. Each maps a tensor to
+            a tensor. Between stages, tensors are in floating point and have one shape for all
+            micro-batches.
+        loss_fn: computes a loss, a mean over the batch, from the last stage's output and a target.
+        group: the ranks of the pipeline, with Gloo; None for this process alone. Stages on CUDA
+            need NCCL, too ("cpu:gloo,cuda:nccl").
         max_in_flight: see `check_table`.
-        recompute: keep of a forward pass nothing but the input of the stage, and run it again right
-            before the backward pass: once, whether that is whole or in two. Layers count it once.
-        slice_lengths: of the slices of a table that has them: places in dimension 1 of inputs and
-            targets, tensors then. A micro-batch's loss is the mean of its slices' by length.
-        update: for a table with updates: called with a stage when its parameters have the gradients
-            of one; to take an optimizer's step and to clear the gradients.
-        tied: weights that several stages have, such as an embedding in the first and the last one:
-            for each, (stage, name of the parameter) of all of them. They begin alike, and have the
-            sum of their gradients after a step; `clip_grad_norm_` counts it once.
+        recompute: keep only the input of a stage from its forward pass, and run that pass again
+            right before the backward pass. I and W share one such run. Layers do not count its
+            tokens a second time.
+        slice_lengths: lengths of a table's slices along dimension 1 of inputs and targets, which
+            are tensors then. The loss of a micro-batch is the mean over slices, weighted by length.
+        update: function for a table with updates, called with a stage whose parameters have the
+            gradients of an update. It takes an optimizer's step, and clears the gradients.
+        tied: weights that several stages share, such as an embedding in the first and the last one.
+            Each is a list of all its (stage, name of the parameter). Copies of a weight must begin
+            alike. All have the sum of their gradients after a step; `clip_grad_norm_` counts it
+            once.
         weight_stream: for stages on CUDA, run W on a stream of its own, beside later actions and
-            waits for messages. The next W, a whole backward pass and the end of a step wait for it.
-            Until then its inputs live. No card has run it. Without effect on the CPU; ranks may
-            differ in it.
+            waits for messages. The next W, a whole backward pass and the end of a step wait for it,
+            and its inputs stay in memory until then. No card has run it. It has no effect on the
+            CPU, and ranks may differ in it.
 
     Raises:
-        ValueError: on every rank: the tables differ, or are refused by `check_table`; the group has
-            another number of ranks; stages are not those of the table, or on several devices; tied
-            weights, or those of a stage that lies on several ranks, differ in shape or dtype;
-            `slice_lengths` or `update` are missing or not needed; there are updates in several
-            chains, or I and W of slices. For stages on CUDA: the group has no NCCL or no Gloo, the
-            table is a plan, or its messages have another order on the rank that receives them;
-            `weight_stream` is True without the compiled module `_runtime`.
+        ValueError: on every rank: the tables differ, or are refused by `check_table`; the table has
+            another number of ranks than the group; stages are not those of the table, or are on
+            several devices; copies of a tied weight, or of a stage that lies on several ranks,
+            differ in shape or dtype; `slice_lengths` or `update` are missing or not needed; there
+            are updates in several chains, or I and W of slices. For stages on CUDA: the group has
+            no NCCL or no Gloo; the table is a plan; the messages of two ranks have another order on
+            the receiver; `weight_stream` is True without the compiled module `_runtime`.
         TypeError: an argument is of another type.
     """
 
@@ -173,16 +179,17 @@ class Pipeline:
         self._messages = StageMessages(self.table, group, self.rank, self._device, pairs)
 
     def _note_parameters(self) -> None:
-        """Note the parameters that are trained now: some may be frozen or replaced since."""
+        """Note the parameters of this step; some may be frozen or replaced since the last step."""
         self._shared = self._shared_parameters()
         if self._group is not None:
-            # Ranks whose stages are frozen skip steps with the others.
+            # Frozen parameters are noted too, so that a `GradScaler` on a rank without any trained
+            # parameter skips the same steps as the other ranks.
             every = [p for stage in self.stages.values() for p in stage.parameters()]
             copies = [p for _, ranks, p in self._shared if self.rank != ranks[0]]
             note_stage(every, self._group, copies)
 
     def _shared_parameters(self) -> list[tuple[int, list[int], nn.Parameter]]:
-        """Parameters of which other ranks have a copy: number, all of their ranks, this one's."""
+        """Return parameters with copies on other ranks: (number, ranks of all copies, own copy)."""
         found, stages = [], self.table.num_stages
         for number, names in enumerate(self._tied):
             ranks = sorted({self.table.rank_of[0, stage] for stage, _ in names})
@@ -236,7 +243,7 @@ class Pipeline:
     ) -> list[Tensor]:
         """Run all micro-batches forward and backward; gradients are added to the parameters'.
 
-        Under `torch.no_grad()`, to evaluate, it gives the losses alone.
+        Under `torch.no_grad()`, for evaluation, only the losses are computed.
 
         Args:
             inputs: one tensor for each micro-batch, on the rank of the first stage.
@@ -245,14 +252,16 @@ class Pipeline:
                 `moe_ext.distributed.GradScaler`, the same on all ranks.
 
         Returns:
-            The losses of the micro-batches, unscaled, on the rank of the last stage; else nothing.
-            Of chains, each rank with a last stage has those of its own.
+            The losses of the micro-batches, unscaled, on the rank of the last stage. Other ranks
+            get an empty list. With several chains, each rank with a last stage gets the losses of
+            its chain.
 
         Raises:
-            ValueError: another number of inputs or targets than micro-batches (on this rank, the
-                others are told); outputs of a stage that differ in shape or dtype; a loss that is
-                not one number.
-            RankFailureError: a rank died or raised, with stage, micro-batch and action of the wait.
+            ValueError: the number of inputs or targets is not that of the micro-batches (other
+                ranks raise a `RankFailureError` then); outputs of a stage differ in shape or dtype;
+                a loss is not one number.
+            RankFailureError: a rank died or raised; the text has stage, micro-batch and action of
+                the wait.
             RuntimeError: an earlier step has failed.
         """
         if self._failed:
@@ -268,10 +277,12 @@ class Pipeline:
                     "stage would skip steps by itself, got another tensor"
                 )
         setup, micro = self._setup, self.table.num_micro_batches
-        # Until it has ended: messages of a step that failed may still come.
+        # The pipeline counts as failed until the step has ended. Messages of a step that failed may
+        # still arrive, and a later step would take them for its own.
         self._failed = self._messages.travels
         if self._failed and self._in_order:
-            # Streams wait for messages, and no host would hear of an error.
+            # Within a step streams wait for messages, and the host learns of no error. It therefore
+            # asks here for errors of other ranks.
             assert self._group is not None
             look(self._group)
         with telling(self._group, _HOST, f"Pipeline.step on {self._messages.place}"):
@@ -293,7 +304,7 @@ class Pipeline:
             run.run_plan(self._plan)
         for row in self.table.rows[self.rank] if self._plan is None else ():
             acts = [functools.partial(run.act, action) for action in row.in_turn()]
-            # On CUDA streams wait, and no action for another one.
+            # On CUDA the host does not wait for exchanges, so that no action needs to pass a turn.
             if setup.in_turns and not self._in_order:
                 run_in_turns(acts)
             else:
@@ -319,19 +330,22 @@ class Pipeline:
 
     @property
     def turns(self) -> TurnPlan | None:
-        """The plan by which actions go beside each other; None where they go one by one."""
+        """The plan by which actions run beside each other; None if they run one by one."""
         return self._plan
 
     @property
     def tied_bytes(self) -> int:
-        """Bytes of gradients that this rank sends in a step, of weights that other ranks have."""
+        """Bytes of gradients that this rank sends in a step, for weights that other ranks share."""
         return sum((len(ranks) - 1) * p.nbytes for _, ranks, p in self._shared)
 
 
 def _kinds_of_weights(
     table: ActionTable, stages: Mapping[int, nn.Module], tied: Tied
 ) -> dict[str, int]:
-    """Checksums of shapes and dtypes, of tied weights and of stages; 0 of those of other ranks."""
+    """Map tied weights and stages to checksums of shapes and dtypes.
+
+    The checksum is 0 if this rank does not have the weight or the stage.
+    """
     weights = {
         f"tied {list(names)}": [stages[s].get_parameter(n) for s, n in names if s in stages][:1]
         for names in tied

@@ -1,4 +1,4 @@
-"""The places of a pipeline's table where its ranks send and receive."""
+"""Adds sends and receives to a pipeline's table."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from moe_ext.pipeline.table import Action, ActionTable
 def add_messages(table: ActionTable, costs: Costs | None = None) -> ActionTable:
     """Add sends and receives to a table that has none.
 
-    A send stands right behind what it sends. By the costs, its receive is posted before the action
-    that the other rank computes at that time. The message travels meanwhile, and an exchange
-    between experts inside the action does not stand behind it. Ranks never wait for each other for
-    ever, even where a send waits for its receive: both are written at once, in the order in which
-    actions end.
+    A send stands right behind the action whose result it sends. According to the costs, its receive
+    is posted before the first action that the receiver ends later. The message travels during that
+    action, and exchanges between experts inside the action do not queue behind it. Ranks never wait
+    for each other for ever, even if a send waits for its receive: each send and its receive are
+    added at once, in the order in which actions end.
 
     Args:
         table: as `check_table` accepts it, without messages.
-        costs: of its actions; each costs 1 by default.
+        costs: costs of the actions; each costs 1 by default.
 
     Returns:
         The table with messages.

@@ -1,4 +1,4 @@
-"""Schedules as tables: our own, and torch's of several stages on each rank."""
+"""Makes the tables of schedules, some of them with `torch.distributed.pipelining`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 from moe_ext._checks import check_choice, check_rule, check_sizes
 from moe_ext.pipeline.table import UPDATE, Action, ActionTable
 
-# Schedules that torch makes, too, by our name: its name.
+# Schedules that torch has too, and their names in torch.
 _OF_TORCH = {
     "interleaved": "Interleaved1F1B",
     "looped-bfs": "LoopedBFS",
@@ -18,7 +18,7 @@ _OF_TORCH = {
 }
 _OF_A_V = ("zbv", "dual-pipe-v")
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", *_OF_TORCH)
-# With several versions of the weights.
+# Schedules with several versions of the weights.
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "hetpipe")
 _EVERY = (*SCHEDULES, "chimera", "terapipe", *ASYNCHRONOUS)
 
@@ -35,24 +35,26 @@ def make_table(
     """Make the table of a schedule by name, without messages.
 
     Args:
-        schedule: "gpipe"; "1f1b", one forward and one backward in turn; "zb-h1", the same where the
-            gradients of weights wait for a gap; or one that `torch.distributed.pipelining` makes,
+        schedule: "gpipe"; "1f1b", one forward and one backward pass in turn; "zb-h1", the same with
+            gradients of weights that wait for a gap. `torch.distributed.pipelining` has schedules
             with more stages than ranks: "interleaved" (1F1B), "looped-bfs", "zero-bubble"
             (interleaved), "zbv" and "dual-pipe-v" (stages in the form of a V). "chimera" has two
-            chains of all stages, in opposite directions; "terapipe" is GPipe of slices along the
+            chains of all stages, in opposite directions. "terapipe" is GPipe of slices along the
             sequence. Names of `ASYNCHRONOUS` are 1F1B with updates on the way and no flush.
-            "pipedream" updates after every micro-batch and takes the newest weights that a stage
-            has; "hetpipe" takes the same version in all stages. "pipedream-2bw" updates after
-            several micro-batches, which all take the weights before the newest.
+            "pipedream" updates after every micro-batch, and takes the newest weights that a stage
+            has. "hetpipe" updates as often, and takes the same version in all stages.
+            "pipedream-2bw" updates after several micro-batches, which all take the weights before
+            the newest.
         num_ranks: ranks of the pipeline.
         num_micro_batches: parts of a batch.
-        stages_per_rank: 2 for those of torch unless this says more, 1 for the others; chimera's
-            two are one of each chain.
-        num_slices: of a micro-batch, of "terapipe", as many as ranks by default.
-        micro_batches_per_update: of "pipedream-2bw", as many as ranks or more; by default as many.
+        stages_per_rank: stages of each chain on a rank: 1, or 2 for schedules of torch, of which
+            some take more.
+        num_slices: slices of a micro-batch in "terapipe"; by default as many as ranks.
+        micro_batches_per_update: for "pipedream-2bw", a number from num_ranks on; num_ranks by
+            default.
 
     Raises:
-        ValueError: an argument is out of range, or torch's schedule cannot be made of it.
+        ValueError: an argument is out of range, or torch cannot make the schedule of it.
 
     Reference:
         GPipe (arXiv:1811.06965); PipeDream-Flush (arXiv:2006.09503); interleaving
@@ -107,7 +109,7 @@ def _of_torch(name: str, num_ranks: int, micro: int, count: int) -> ActionTable:
             f"make_table: expected num_micro_batches to be a number that {name} takes, got {micro} "
             f"over {num_ranks} ranks: {error}"
         ) from error
-    # By way of its text, which is what torch loads and writes, too.
+    # Actions are converted by their text, the form in which torch writes and loads tables.
     texts = [[str(action) for action in row if action is not None] for row in rows]
     return ActionTable([[Action.from_text(text) for text in row] for row in texts])
 
@@ -120,7 +122,7 @@ def _gpipe(after: int, rank: int, micro: int) -> _Order:
 
 
 def _one_f_one_b(after: int, rank: int, micro: int) -> _Order:
-    """`after` forward passes ahead, for the stages behind this one."""
+    """One forward pass for each of the `after` stages that follow; then F and B in turn."""
     ahead = min(after, micro)
     order = [("F", i) for i in range(ahead)]
     for i in range(micro):
@@ -129,7 +131,7 @@ def _one_f_one_b(after: int, rank: int, micro: int) -> _Order:
 
 
 def _zero_bubble_h1(after: int, rank: int, micro: int) -> _Order:
-    """1F1B, with weights' gradients late by `rank`: as many as fit under 1F1B's memory."""
+    """1F1B with W late by `rank` micro-batches. Each rank holds as many as rank 0 of 1F1B."""
     order: _Order = []
     for kind, i in _one_f_one_b(after, rank, micro):
         order.append((kind.replace("B", "I"), i))
@@ -139,9 +141,10 @@ def _zero_bubble_h1(after: int, rank: int, micro: int) -> _Order:
 
 
 def _interleaved(num_ranks: int, micro: int, count: int) -> ActionTable:
-    """1F1B of rounds: a rank takes the micro-batches of a round through each of its stages.
+    """1F1B in rounds: a rank takes the micro-batches of a round through each of its stages.
 
-    Equal to torch's, whose import takes longer than a search of the planner.
+    The table is equal to torch's. It is made here because the import of torch's schedules takes
+    longer than a search of the planner.
     """
     rounds = max(1, micro // num_ranks)
     if micro % rounds:
@@ -151,7 +154,7 @@ def _interleaved(num_ranks: int, micro: int, count: int) -> ActionTable:
         )
     each, total, rows = micro // rounds, micro * count, []
     for rank in range(num_ranks):
-        # A stage of the rank and a micro-batch for each forward pass, in turn.
+        # For each forward pass in order: the place of its stage on the rank, and its micro-batch.
         passes = [
             (turn, number * each + i)
             for number in range(rounds)
@@ -169,7 +172,7 @@ def _interleaved(num_ranks: int, micro: int, count: int) -> ActionTable:
 
 
 def _of_slices(num_ranks: int, micro: int, slices: int) -> ActionTable:
-    """All slices forward, and backward in the reverse order."""
+    """All slices forward, then backward in the reverse order."""
     units = [(i, part) for i in range(micro) for part in range(slices)]
     order = [("F", *unit) for unit in units] + [("B", *unit) for unit in reversed(units)]
     return ActionTable(
@@ -178,7 +181,7 @@ def _of_slices(num_ranks: int, micro: int, slices: int) -> ActionTable:
 
 
 def _without_flush(name: str, num_ranks: int, micro: int, every: int) -> ActionTable:
-    """1F1B over all micro-batches, with an update behind every so many backward passes."""
+    """1F1B over all micro-batches, with an update after each `every` backward passes."""
     rows = []
     for rank in range(num_ranks):
         row: list[Action] = []
@@ -199,11 +202,11 @@ def _without_flush(name: str, num_ranks: int, micro: int, every: int) -> ActionT
 
 
 def _chimera(num_ranks: int, micro: int) -> ActionTable:
-    """Two chains of 1F1B, in the order of actions of one length that begin as soon as they can.
+    """Two chains of 1F1B, in the order of actions of equal length that begin as soon as they can.
 
-    Of those that a rank could begin, backward goes before forward, and what is further on its way
-    first. A stage holds as many micro-batches as there are stages behind it, and half the ranks at
-    most.
+    Of the actions that a rank could begin, backward passes go before forward passes, and then those
+    of the micro-batch that is furthest on its way. A stage holds at most a micro-batch for itself
+    and each stage after it, and at most num_ranks / 2.
     """
     if num_ranks % 2 or micro % 2:
         raise ValueError(
@@ -211,7 +214,7 @@ def _chimera(num_ranks: int, micro: int) -> ActionTable:
             f"{num_ranks} and {micro}"
         )
     last = num_ranks - 1
-    # The action before each action, by rank, in the order of preference.
+    # For each rank, its actions in the order of preference, with the action that each waits for.
     todo: list[dict[Action, Action | None]] = [{} for _ in range(num_ranks)]
     for kind, stage, i in itertools.product("BF", reversed(range(num_ranks)), range(micro)):
         stage = stage if kind == "F" else last - stage

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass
 class Clock:
-    """Time of a rank, and when its link to the ranks of its stage is free."""
+    """Time of a rank, and the time at which its link to the ranks of its stage is free."""
 
     now: float = 0.0
     link: float = 0.0
@@ -25,28 +25,29 @@ class Clock:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds, or any unit, of each kind of action; a number, or one for each stage.
+    """Costs of each kind of action, in seconds or any unit: a number, or one for each stage.
 
     Attributes:
-        forward: of a micro-batch through a stage.
-        input_gradient: of the backward pass without the gradients of weights.
-        weight_gradient: of those alone; a whole backward pass costs the sum of both.
-        hop: from a send to its receive on another rank; messages from a rank to another one come
-            one after the other.
-        overlap: share of the sum of its parts that an overlapped forward and backward takes, where
-            there are no exchanges.
-        update: of the weights, in tables that have them.
-        slices: a factor for each slice of a micro-batch, where slices differ.
-        transfer: of each exchange between the ranks of a stage, one after the other; a number, or
-            one for each kind of action or for one of a stage, named as in `exchanges`.
-        exchanges: of each kind of action, or of one of a stage ("F", "0W"), (begin, end) of its
-            exchanges as shares of the action's own time: where one is sent, and where the action
-            waits for it. Parts of an overlap run in turn, the forward pass first: one waits while
-            the other one computes.
-        ahead: of each kind of action, or of one of a stage, the share of its own time that runs
-            before it waits for what another stage gives it: a second forward pass, of which the
-            backward pass knows nothing. With 1 the action is over before that comes, and W waits
-            for it, as in a first stage that computes all in W.
+        forward: cost of a micro-batch's forward pass through a stage.
+        input_gradient: cost of its backward pass without the gradients of weights.
+        weight_gradient: cost of the gradients of weights. A whole backward pass costs the sum of
+            `input_gradient` and `weight_gradient`.
+        hop: time from a send to its receive on another rank. Messages from one rank to another
+            travel one after the other.
+        overlap: time of an overlapped forward and backward pass, as a share of the sum of both.
+            Unused if there are exchanges.
+        update: cost of an update of the weights, in tables that have updates.
+        slices: a factor for each slice of a micro-batch, if their costs differ.
+        transfer: time of each exchange between the ranks of a stage, one after the other. A number,
+            or one for each kind of action or kind in a stage, with keys as in `exchanges`.
+        exchanges: (begin, end) of the exchanges of each kind of action ("F"), or of a kind in one
+            stage ("0W"), as shares of the action's own time. At begin the exchange is sent, and at
+            end the action waits for it. Parts of an overlap run in turn, the forward pass first:
+            one computes while the other one waits.
+        ahead: for each kind of action, or kind in a stage, the share of its own time that runs
+            before it waits for the result of another stage. An example is the forward pass that
+            is run again before a backward pass. With 1 the action ends before the result comes, and
+            W waits for it, as in a first stage that computes all gradients in W.
     """
 
     forward: PerStage = 1.0
@@ -64,7 +65,7 @@ class Costs:
         check_numbers_of_fields(self)
 
     def of(self, action: Action) -> float:
-        """Cost of an action; 0 of messages, which do not occupy the rank."""
+        """Return the cost of an action; 0 for messages, which do not occupy the rank."""
         if self.exchanges:
             return self._in_turns(action.in_turn())
         if action.parts:
@@ -83,19 +84,20 @@ class Costs:
         return factor * sum(_at_stage(c, action.stage) for c in terms)
 
     def lead(self, action: Action) -> float:
-        """Time from the beginning of an action to its wait for another stage, if it has one."""
+        """Return the time from the beginning of an action to its wait for another stage."""
         share, clock = _of_stage(self.ahead, action, 0.0), Clock()
         if share == 1.0:
             return math.inf
         if share == 0.0:
-            # An exchange at its beginning is of what the other stage gives.
+            # An exchange at the beginning transfers the result of the other stage, so that it comes
+            # after the wait for that result.
             return 0.0
         for arrival in self.course(action, clock, until=share):
             clock.now = max(clock.now, arrival)
         return clock.now
 
     def course(self, action: Action, clock: Clock, *, until: float = 1.0) -> Iterator[float]:
-        """Runs an action by a clock; yields, where it passes the turn on, when it can go on."""
+        """Advance a clock through an action. At each wait, yield the time when the wait ends."""
         marks, rest = self._marks(action, until)
         arrivals, transfer = dict[int, float](), self.transfer
         if isinstance(transfer, Mapping):
@@ -113,7 +115,7 @@ class Costs:
         return {}
 
     def _marks(self, action: Action, until: float) -> tuple[list[tuple[float, int, int]], float]:
-        """The work in front of each begin and end of an exchange, and behind the last one."""
+        """Return the work before each begin and end of an exchange, and after the last of them."""
         key = action.kind, action.stage, action.slice, until
         if key not in self._known_marks:
             shares = sorted(
@@ -130,7 +132,7 @@ class Costs:
         return self._known_marks[key]
 
     def _in_turns(self, actions: Sequence[Action]) -> float:
-        """Time of actions that pass the turn on at each wait, as `run_in_turns` does."""
+        """Return the time of actions that pass the turn on at each wait, as in `run_in_turns`."""
         clock = Clock()
         left = [(self.course(action, clock), [0.0]) for action in actions]
         turn = 0
@@ -147,19 +149,19 @@ class Costs:
 
 
 def _at_stage(cost: Any, stage: int) -> float:
-    """A cost that is a number, of another library, too, or that of a stage."""
+    """Return the cost of a stage: a number for all stages, 0-d arrays included, or one of each."""
     is_number = isinstance(cost, (int, float)) or getattr(cost, "ndim", 1) == 0
     return float(cost if is_number else cost[stage])
 
 
 def _of_stage(values: Mapping[str, T], action: Action, default: T) -> T:
-    """The value for an action's kind in its stage, or in any."""
+    """Return the value for an action's kind in its stage ("0F"), or else for its kind ("F")."""
     of_kind = values.get(action.kind, default)
     return values.get(f"{action.stage}{action.kind}", of_kind)
 
 
 class Span(NamedTuple):
-    """An action with its time."""
+    """An action, with the times at which it starts and ends."""
 
     start: float
     end: float
@@ -171,60 +173,61 @@ class Timeline:
     """Result of `simulate`.
 
     Attributes:
-        spans: of each rank, in order: what computes.
+        spans: for each rank, the actions that compute, in order.
     """
 
     spans: tuple[tuple[Span, ...], ...]
 
     @cached_property
     def makespan(self) -> float:
-        """From the first action to the end of the last one."""
+        """Time from the first action to the end of the last one."""
         return max((span.end for row in self.spans for span in row), default=0.0)
 
     @cached_property
     def idle(self) -> tuple[float, ...]:
-        """For each rank, the time of the makespan in which it does not compute."""
+        """For each rank, the part of the makespan in which it does not compute."""
         return tuple(
             self.makespan - sum(span.end - span.start for span in row) for row in self.spans
         )
 
     @property
     def bubble_share(self) -> float:
-        """Idle time of all ranks over their time."""
+        """Idle time of all ranks, as a share of their number times the makespan."""
         return sum(self.idle) / (self.makespan * len(self.spans)) if self.makespan else 0.0
 
 
 class Replay:
-    """Walks a table: each rank in its order, each action once what it needs is there.
+    """Runs a table by clocks: each rank in its order, each action as soon as its input is there.
 
     Args:
-        table: with messages or without; the rows of each stage are complete and in order.
-        costs: of its actions.
-        blocking: a rank waits in a send until the other one is in its receive, and the other way
-            round, as ranks do whose messages have no buffer; else messages are posted, and what
-            takes the received waits.
+        table: table with or without messages. The rows of each stage are complete and in order.
+        costs: costs of the actions.
+        blocking: True for messages without a buffer: a send and its receive wait for each other.
+            Otherwise messages are posted, and the action that needs a received tensor waits.
     """
 
     def __init__(self, table: ActionTable, costs: Costs, *, blocking: bool = False) -> None:
         self._table, self._costs, self._blocking = table, costs, blocking
         self._next = [0] * table.num_ranks
         self._free = [0.0] * table.num_ranks
-        # When each forward and backward pass ended, each message was posted, or has come.
+        # Times at which forward and backward passes have ended, and receives have their tensor.
         self._done: dict[Action, float] = {}
+        # Times at which sends and receives were posted.
         self._posted: dict[Action, float] = {}
+        # Times from which the link of each (sender, receiver) is free.
         self._links: dict[tuple[int, int], float] = {}
-        # (rank, span), each behind what it needs.
+        # (rank, span) of the actions that compute, each after those whose results it needs.
         self.order: list[tuple[int, Span]] = []
         while any([self._advance(rank) for rank in range(table.num_ranks)]):
             pass
 
     def stuck(self) -> dict[int, Action]:
-        """The action that each rank waits in that has not come to its end."""
+        """Map each rank that has not come to its end to the action in which it waits."""
         rows = zip(self._table.rows, self._next, strict=True)
         return {rank: row[i] for rank, (row, i) in enumerate(rows) if i < len(row)}
 
     def _advance(self, rank: int) -> bool:
-        """Run actions of a rank as far as it goes; whether there were any."""
+        """Run actions of a rank until one must wait. Return True if any ran."""
         row, before = self._table.rows[rank], self._next[rank]
         while self._next[rank] < len(row) and self._run(rank, row[self._next[rank]]):
             self._next[rank] += 1
@@ -248,7 +251,7 @@ class Replay:
         return True
 
     def _ready(self, action: Action) -> float | None:
-        """When the input of an action is there; None where that is not known yet."""
+        """Return the time at which an action's input is there, or None if it is not known yet."""
         receive = self._table.receive(action)
         if receive is not None and self._table.has_messages:
             return self._done.get(receive)
@@ -284,19 +287,19 @@ class Replay:
 
 
 def simulate(table: ActionTable, costs: Costs | None = None) -> Timeline:
-    """Run a table by its costs, without computing anything.
+    """Compute the times at which the actions of a table run, from their costs.
 
-    A rank begins an action when it has ended the one before and the input is there. Messages take
-    no time of a rank: one leaves when both ranks have posted it and the link is free, and comes a
-    hop later.
+    A rank begins an action when the one before has ended and the input is there. Messages take no
+    time of a rank. A message leaves when both ranks have posted it and the link is free, and
+    arrives a hop later.
 
     Args:
-        table: as `check_table` accepts it; without messages, results go to the next stage as they
-            are made.
-        costs: of actions and messages; all actions cost 1 and messages 0 by default.
+        table: as `check_table` accepts it. In a table without messages, results travel to the next
+            stage as soon as they are made.
+        costs: costs of actions and messages; actions cost 1 and messages 0 by default.
 
     Returns:
-        When each rank computes what.
+        The times at which each rank runs its actions.
 
     Raises:
         ValueError: the ranks wait for each other.
@@ -315,11 +318,14 @@ def simulate(table: ActionTable, costs: Costs | None = None) -> Timeline:
 
 
 def makespan(table: ActionTable, costs: Costs) -> float:
-    """`simulate(table, costs).makespan` in a tenth of the time, without the times of all actions.
+    """Return `simulate(table, costs).makespan`, in a tenth of the time if nothing is exchanged.
+
+    This holds for a table without messages, and costs without `exchanges` and `ahead`. No spans of
+    actions are made then.
 
     Args:
         table: as `simulate` takes it.
-        costs: of actions and messages.
+        costs: costs of actions and messages.
 
     Raises:
         ValueError: the ranks wait for each other.

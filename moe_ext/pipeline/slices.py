@@ -1,4 +1,4 @@
-"""Lengths of the slices that a sequence goes through a pipeline in."""
+"""Plans the lengths of the slices in which a sequence goes through a pipeline."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from moe_ext._checks import check_rule, check_sizes
 def plan_slices(
     length: int, num_ranks: int, cost: Callable[[int, int], float], *, multiple: int = 1
 ) -> list[int]:
-    """Cut a sequence so that its way through a pipeline is as short as it can be.
+    """Cut a sequence into slices so that it takes the least time through a pipeline.
 
-    A slice attends to all before it, so that later ones of the same length cost more. The time is
-    the sum of the slices' costs, and (num_ranks - 1) times the largest one; for each largest cost
-    that there could be, a dynamic program finds the smallest sum.
+    A slice attends to all slices before it, so that later slices of the same length cost more. The
+    time is the sum of the slices' costs, plus (num_ranks - 1) times the largest of them. For each
+    possible largest cost, a dynamic program finds the smallest sum.
 
     Args:
-        length: of the sequence.
-        num_ranks: of the pipeline, with a stage each.
-        cost: of a slice in a stage, by its length and what is before it: as measured, say.
-        multiple: every slice is a multiple of this; (length / multiple)^2 costs are asked for.
+        length: length of the sequence.
+        num_ranks: number of ranks of the pipeline, with a stage each.
+        cost: function from the length of a slice, and the length of all slices before it, to the
+            cost of the slice in a stage. It may return measured times.
+        multiple: every slice is a multiple of this. The number of calls of `cost` grows with
+            (length / multiple)^2.
 
     Returns:
         The lengths, in order.
@@ -36,7 +38,7 @@ def plan_slices(
     rule, fits = f"a multiple of {multiple}", length % multiple == 0
     check_rule("plan_slices", "length", length, rule, fits)
     count = length // multiple
-    # costs[end][start], in units of `multiple`.
+    # `costs[end][start]` is the cost of the slice from `start` to `end`, in units of `multiple`.
     costs = [
         [cost((end - start) * multiple, start * multiple) for start in range(end)]
         for end in range(count + 1)
@@ -52,8 +54,8 @@ def plan_slices(
 
 
 def _smallest_sum(costs: list[list[float]], largest: float) -> tuple[float, list[int]]:
-    """The smallest sum of costs of slices that cost `largest` at most, and their lengths."""
-    # The smallest sum, and the slices that have it, up to each end.
+    """Return the smallest sum of costs of slices that cost `largest` at most, and their lengths."""
+    # For each end, the smallest sum of slices up to that end, and their lengths.
     best: list[tuple[float, list[int]]] = [(0.0, [])]
     for end in range(1, len(costs)):
         ways = [

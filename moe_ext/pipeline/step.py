@@ -28,13 +28,13 @@ Message = PeerMessage | Pending[Tensor]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MOST_DIMS = 14
-# Tags of the messages that say shape and dtype; those of tensors are even.
+# Added to the tag of a tensor, which is even, for the message with the tensor's shape and dtype.
 _FORMAT = 1
 _CPU = torch.device("cpu")
-# Nodes of graphs that go backward as a whole: torch.compile has made one of all, and FSDP2 reduces
-# gradients when that of the input is there.
+# Autograd nodes of stages that cannot go backward in two parts. `torch.compile` makes a single node
+# of a graph, and FSDP2 reduces the gradients of weights once it sees that of the input.
 _OF_A_WHOLE_PASS = ("CompiledFunctionBackward", "RegisterPostBackwardFunctionBackward")
-# Purpose of the stream of weight gradients.
+# Name of the side stream for gradients of weights.
 _WEIGHTS = "gradients of weights"
 
 
@@ -44,13 +44,13 @@ class StageSetup:
 
     Attributes:
         stages: modules of this rank by number.
-        loss_fn: gives the loss of the last stage's output and a target.
-        recompute: run forward passes again before backward passes.
-        lengths: of slices; empty without them.
-        update: makes a new version of a stage's weights; None without versions.
-        versions: versions of the weights that are used beyond an update, by chain, stage, version.
-        divisors: for each micro-batch, the number of them that its gradient is averaged with.
-        weight_stream: W runs on a stream of its own, where the device has streams.
+        loss_fn: computes the loss from the last stage's output and a target.
+        recompute: True to run forward passes again before backward passes.
+        lengths: lengths of the slices; empty for whole micro-batches.
+        update: makes a new version of a stage's weights; None for tables without updates.
+        versions: for each update (chain, stage, version), the versions to keep, as `kept_versions`.
+        divisors: for each micro-batch, the number of micro-batches in the mean of its gradient.
+        weight_stream: True to run W on a stream of its own, if the device has streams.
     """
 
     stages: Mapping[int, nn.Module]
@@ -69,7 +69,7 @@ class StageSetup:
 
 
 class _InBackward(torch.autograd.Function):
-    """Calls a function in a backward pass: layers take a forward pass there for a second one."""
+    """Calls a function within a backward pass, by which layers know a second forward pass."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, function: Callable[[], None]) -> Tensor:
@@ -87,22 +87,23 @@ class _Pass:
     """A micro-batch, or a slice of it, from its forward pass to the end of its backward pass."""
 
     x: Tensor
-    # The output, or the loss, and what is kept for later slices; None: to be computed again.
+    # The output (or the loss) and the tensors kept for later slices. None if the forward pass has
+    # to run again.
     outs: tuple[Tensor, ...] | None
     setting: TorchState | None = None
-    # Result of `stage_backward_input`, for the gradients of the weights.
+    # Result of `stage_backward_input` in I, for W. None if W computes all gradients.
     groups: list[dict[str, Any]] | None = None
 
 
 class StageMessages:
-    """Messages between the stages of a pipeline, and the format of what goes into each stage.
+    """Messages between the stages of a pipeline, and the format (shape, dtype) of stages' inputs.
 
     Args:
-        table: with its messages.
-        group: the ranks; None is this process alone.
-        rank: of this process in the group.
-        device: where tensors live.
-        pairs: (sender, receiver) of all messages, where they go by their order; else None.
+        table: table with its messages.
+        group: the ranks; None for this process alone.
+        rank: rank of this process in the group.
+        device: device of the tensors.
+        pairs: (sender, receiver) of all messages, if the device needs `OrderedMessages`; else None.
     """
 
     def __init__(
@@ -114,16 +115,16 @@ class StageMessages:
         pairs: Collection[tuple[int, int]] | None = None,
     ) -> None:
         self.table, self.group, self.rank, self.device = table, group, rank, device
-        # Formats go between the hosts on any device.
+        # Formats are tensors on the CPU, whatever the device of the stages.
         self._hosts: PointToPoint | None = None
         self._transport: PointToPoint | OrderedMessages | None = None
         if group is not None and group_size(group) > 1:
             self._transport = self._hosts = PointToPoint(group, _CPU)
             if pairs is not None:
                 self._transport = OrderedMessages(group, device, pairs)
-        # Shape and dtype of what goes into each (chain, stage, slice), and which of another rank
-        # have been told.
+        # Shape and dtype of the input of each (chain, stage, slice).
         self._formats: dict[tuple[int, int, int], tuple[torch.Size, torch.dtype]] = {}
+        # Each (chain, stage, slice) of another rank to which its format has been sent.
         self._told: set[tuple[int, int, int]] = set()
         self._names: dict[Action, str] = {}
 
@@ -134,18 +135,18 @@ class StageMessages:
 
     @property
     def place(self) -> str:
-        """This rank, for messages."""
+        """Name of this rank, for error messages."""
         return f"rank {0 if self.group is None else group_ranks(self.group)[self.rank]}"
 
     def named(self, action: Action) -> str:
-        """An action of this rank, for messages."""
+        """Return the name of an action of this rank, for error messages."""
         if action not in self._names:
             words = f"{action} ({action.described()}) on {self.place}"
             self._names[action] = f"Pipeline.step, {words}"
         return self._names[action]
 
     def check_output(self, action: Action, out: Any) -> None:
-        """ValueError for an output of a stage that cannot be sent, or is unlike the first one."""
+        """Raise a ValueError if an output cannot be sent, or has another format than the first."""
         stage = action.stage
         is_sent = isinstance(out, Tensor) and out.dtype in _DTYPES and out.dim() <= _MOST_DIMS
         if not is_sent or out.device != self.device:
@@ -162,11 +163,11 @@ class StageMessages:
             )
 
     def is_known(self, receive: Action) -> bool:
-        """True if the format of what a receive brings is known."""
+        """Return True if the format of the tensor that a receive brings is known."""
         return _into(receive) in self._formats
 
     def send(self, x: Tensor, action: Action) -> list[Message]:
-        """Begin to send a tensor to the rank of another stage, at first with its format."""
+        """Begin to send a tensor to the rank of another stage; the first time with its format."""
         assert self._transport is not None and self._hosts is not None
         peer = self.table.peer(action)
         sent: list[Message] = []
@@ -181,13 +182,14 @@ class StageMessages:
         return [*sent, self._transport.send(x.contiguous(), rank, tag, operation=name)]
 
     def receive(self, action: Action) -> Message:
-        """Begin to receive a tensor; waits for its format where that is not known."""
+        """Begin to receive a tensor. Wait for its format if that is not known yet."""
         assert self._transport is not None and self._hosts is not None
         rank = self.table.rank(self.table.peer(action))
         name, tag, into = self.named(action), self._tag(action), _into(action)
         if into not in self._formats:
             head = torch.empty(2 + _MOST_DIMS, dtype=torch.int64)
-            # Before the first tensor of a stage: the table is one in which a receive may wait.
+            # The wait happens before the first tensor of a stage. No circle of waits can arise,
+            # because `check_table` accepts only tables in which a receive may wait.
             told = self._hosts.receive(head, rank, tag + _FORMAT, operation=name)
             dtype, dims, *sizes = told.wait().tolist()
             self._formats[into] = torch.Size(sizes[:dims]), _DTYPES[dtype]
@@ -198,7 +200,7 @@ class StageMessages:
     def sum_over(
         self, own: Tensor, ranks: Sequence[int], number: int, name: str
     ) -> tuple[Tensor, list[Message]]:
-        """The sum of a tensor over ranks, the same bits on all, and messages still underway."""
+        """Return the sum of a tensor over ranks, the same bits on all, and the sends underway."""
         assert self._transport is not None
         base = 4 * self.table.num_micro_batches * self.table.num_stages * self.table.num_slices
         found, tag = {self.rank: own}, base + number
@@ -212,7 +214,7 @@ class StageMessages:
         return torch.stack([found[rank] for rank in ranks]).sum(0), sent
 
     def _tag(self, receive: Action) -> int:
-        """The number of a message, by its receive."""
+        """Return the tag of a message, from its receive."""
         assert receive.micro_batch is not None
         place = receive.micro_batch * self.table.num_stages + receive.stage
         place = place * self.table.num_slices + receive.slice
@@ -220,14 +222,14 @@ class StageMessages:
 
 
 class _WeightStream:
-    """Gradients of weights on a stream of their own, those of one micro-batch at a time.
+    """Computes gradients of weights on a side stream, one micro-batch at a time.
 
-    Its graph lives until the main stream has waited for them, since the graph's memory goes back to
-    that stream. The main stream waits before the next ones begin, so that one graph at most lives
-    longer than without this stream.
+    The graph of the micro-batch lives until the main stream has waited for the side stream, because
+    the main stream reuses its memory. The main stream waits before the next micro-batch begins, so
+    that at most one graph lives longer than without the side stream.
 
     Args:
-        device: of the stages, with streams.
+        device: device of the stages, with streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -237,15 +239,15 @@ class _WeightStream:
         self._work: streams.Beside | None = None
 
     def take(self, out: Tensor) -> None:
-        """Let the backward nodes behind an output run on this stream, not on its forward pass's.
+        """Move the backward nodes behind an output from the stream of its forward pass to this one.
 
-        Nodes of weights stay, since other micro-batches have the same.
+        The nodes that accumulate gradients of weights stay, because other micro-batches share them.
         """
         with torch.cuda.stream(streams.side_stream(self._device, _WEIGHTS)):
             self._move(out)
 
     def run(self, groups: list[dict[str, Any]]) -> None:
-        """Queue the gradients of weights, by the groups of `stage_backward_input`."""
+        """Queue the gradients of weights from the groups of `stage_backward_input`."""
         self.join()
         weights = _weights(groups)
         nodes = [node for group in groups for node in group["intermediates"]]
@@ -253,7 +255,8 @@ class _WeightStream:
         grads = [grad for grad in all_grads if grad is not None]
 
         def work() -> None:
-            # Or the main stream would wait for each gradient.
+            # Nodes that accumulate on the main stream would make that stream wait for each
+            # gradient.
             for weight in weights:
                 self._move(weight)
             for group in groups:
@@ -268,25 +271,25 @@ class _WeightStream:
                 self._move(weight)
 
     def join(self) -> None:
-        """Let the main stream wait for all that was queued."""
+        """Let the main stream wait for everything that was queued."""
         if self._work is not None:
             self._work.join()
             self._work = None
 
 
 class StepRun:
-    """A step on this rank: its tensors by (stage, micro-batch, slice), and its actions.
+    """Runs the actions of a step on this rank, and holds tensors by (stage, micro-batch, slice).
 
     Args:
         setup: the stages.
-        messages: between them.
+        messages: messages between the stages.
         inputs: one for each micro-batch, on the rank of the first stage.
         targets: one for each micro-batch, on the rank of the last stage.
         scale: factor of all gradients.
 
     Attributes:
-        losses: of the micro-batches, by number.
-        sent: messages underway.
+        losses: losses of the micro-batches, by number.
+        sent: sends that may be underway.
     """
 
     def __init__(
@@ -303,11 +306,12 @@ class StepRun:
         self.losses: dict[int, Tensor] = {}
         self.sent: list[Message] = []
         self.passes: dict[tuple[int, int, int], _Pass] = {}
-        # Tensors on their way to a stage: activations forward, gradients backward, by kind.
+        # Tensors for a stage, of this rank or underway to it: activations ("F"), gradients ("B").
         self.given: dict[tuple[str, tuple[int, int, int]], Tensor | Message] = {}
-        # Leaves that the slices so far keep for those behind them, by (stage, micro-batch).
+        # Leaves that each slice keeps for later slices, by (stage, micro-batch).
         self.kept: dict[tuple[int, int], list[tuple[Tensor, ...]]] = {}
-        # Weights of (stage, version) by name: leaves, with the storage of parameters or copies.
+        # Weights of each (stage, version) by name. They are leaves, which share the storage of the
+        # parameters or have copies.
         self.weights: dict[tuple[int, int], dict[str, Tensor]] = {}
         if setup.update is not None:
             for stage in setup.stages:
@@ -324,13 +328,14 @@ class StepRun:
         next_start = 0
 
         def post(until: int, *, ahead: bool) -> None:
-            """Receive what is needed soon, up to the first whose format is not known."""
+            """Post the first receives. Stop, if `ahead`, at one whose format is not known."""
             for i, receive in enumerate(receives[:until]):
                 if receive is None:
                     continue
                 if ahead and not self.messages.is_known(receive):
-                    # Messages of a rank are waited for in this order: a later one, which may come
-                    # of what this one is for, must not stand before it.
+                    # A thread waits for the messages of a peer in the order of their posts. A later
+                    # message may depend on the action that takes this one, and would never come if
+                    # the thread waited for it first.
                     return
                 self.act(receive)
                 receives[i] = None
@@ -358,17 +363,17 @@ class StepRun:
         torch.set_rng_state(state)
 
     def join(self) -> None:
-        """Let the current stream wait for all gradients of weights so far."""
+        """Let the current stream wait for the gradients of weights that were queued."""
         if self.weight_stream is not None:
             self.weight_stream.join()
 
     def act(self, action: Action) -> None:
-        """Run an action; an error says in which one it was."""
+        """Run an action. An error gets a note with the name of the action."""
         try:
             self._run(action)
         except Exception as error:
             name = self.messages.named(action)
-            # Below the words of the error; from Python 3.11 on.
+            # Python has `add_note` from 3.11 on. A note is printed below the text of the error.
             if hasattr(error, "add_note"):
                 error.add_note(f"in {name}")
             with telling(self.messages.group, _CPU, name):
@@ -383,7 +388,7 @@ class StepRun:
         if action.kind.startswith("SEND"):
             x = self.given.pop((way, _key(self.table.peer(action))))
             assert isinstance(x, Tensor)
-            # Memory of those that have gone goes to the next tensors.
+            # Sends that have ended are dropped, so that their memory is free for later tensors.
             self.sent = [message for message in self.sent if not message.is_completed()]
             self.sent += self.messages.send(x, action)
         elif action.kind in MESSAGES:
@@ -407,7 +412,7 @@ class StepRun:
             x = self._part(self.inputs, action)
         else:
             x = self._take("F", action).requires_grad_()
-        # Under no_grad nothing goes backward.
+        # Under `no_grad` no backward pass comes that would need a second forward pass.
         again = self.setup.recompute and torch.is_grad_enabled()
         setting = TorchState.now(self.messages.device) if again else None
         outs = self._compute(action, x)
@@ -422,13 +427,13 @@ class StepRun:
         self.passes[_key(action)] = _Pass(x, None if again else outs, setting)
 
     def _part(self, batches: Sequence[Any], action: Action) -> Any:
-        """The part of inputs or targets that an action has."""
+        """Return the part of inputs or targets that an action takes."""
         _, number, part = _key(action)
         lengths = self.setup.lengths
         return batches[number].split(lengths, 1)[part] if lengths else batches[number]
 
     def _share(self, action: Action) -> float:
-        """Share of a slice in its micro-batch."""
+        """Return the share of a slice in the length of its micro-batch."""
         lengths = self.setup.lengths
         return lengths[action.slice] / sum(lengths) if lengths else 1.0
 
@@ -436,7 +441,7 @@ class StepRun:
         return self.scale * self._share(action) / self.setup.divisors[_key(action)[1]]
 
     def _compute(self, action: Action, x: Tensor) -> tuple[Tensor, ...]:
-        """The output of a stage, of the last one the loss, and what it keeps for later slices."""
+        """Return the output of a stage (the loss, of the last one) and what later slices need."""
         module, kept = self.setup.stages[action.stage], ()
         given: tuple[Any, ...] = (x,)
         if not self.setup.in_turns:
@@ -463,7 +468,7 @@ class StepRun:
         return out, *kept
 
     def _make_version(self, action: Action) -> None:
-        """Give the parameters the gradients of all versions, update them, and keep what is used."""
+        """Sum the gradients of all versions, update the parameters, and drop unused versions."""
         assert self.setup.update is not None
         self.join()
         stage, version = action.stage, action.version
@@ -481,7 +486,7 @@ class StepRun:
         self.weights[stage, version] = self._leaves(stage, version)
 
     def _leaves(self, stage: int, version: int) -> dict[str, Tensor]:
-        """The weights as leaves of their own: copies, if they are used behind the next update."""
+        """Return the weights as new leaves, copied if they are used after the next update."""
         following = [v for key, v in self.setup.versions.items() if key[1:] == (stage, version + 1)]
         outlives = any(version in kept for kept in following)
         return {
@@ -493,7 +498,8 @@ class StepRun:
         state, outs = self._computed(action)
         grads = self._output_grads(action, outs)
         graded = [i for i, out in enumerate(outs) if out.requires_grad]
-        self.join()  # it adds to the same gradients
+        # W on the side stream adds to the same gradients.
+        self.join()
         if graded:
             torch.autograd.backward([outs[i] for i in graded], [grads[i] for i in graded])
         self._give_back(action, state.x)
@@ -501,7 +507,8 @@ class StepRun:
 
     def _input_gradient(self, action: Action) -> None:
         if action.stage == 0:
-            return  # W computes all
+            # W computes all gradients of the first stage.
+            return
         from moe_ext.pipeline._torch import stage_backward_input
 
         state, (out,) = self._computed(action)
@@ -512,23 +519,27 @@ class StepRun:
         grads, state.groups = self._output_grads(action, (out,)), []
         if out.requires_grad:
             leaves = [node.variable for node in nodes if _is_of_leaf(node)]
-            # The loss may have weights, too.
+            # Weights are taken from the graph, because `loss_fn` may have some, too.
             weights = (leaf for leaf in leaves if leaf is not state.x)
-            # It detaches what it is given, which cannot be a view.
+            # `stage_backward_input` detaches the output in place, which torch refuses for a view. A
+            # clone is not a view.
             _, groups = stage_backward_input([out.clone()], grads, [state.x], weights)
             if state.x.grad is None:
-                # It finds weights on the way to the input alone: W computes all.
+                # The output does not depend on the input, and `stage_backward_input` finds only
+                # weights on the way to the input. W computes all gradients.
                 state.groups, self.given["B", _key(action)] = None, grads[0]
             else:
                 state.groups = _joined(groups)
                 if self.weight_stream is not None:
                     self.weight_stream.take(out)
-                state.outs = ()  # what W does not need is freed
+                # Parts of the graph that W does not need are freed.
+                state.outs = ()
         self._give_back(action, state.x)
 
     def _weight_gradients(self, action: Action) -> None:
         if _key(action) not in self.passes:
-            return  # I has computed all
+            # I has computed all gradients.
+            return
         groups = self.passes[_key(action)].groups
         if groups is None:
             self._backward(action)
@@ -542,7 +553,7 @@ class StepRun:
         del self.passes[_key(action)]
 
     def _computed(self, action: Action) -> tuple[_Pass, tuple[Tensor, ...]]:
-        """A forward pass with its output, run again where that was not kept."""
+        """Return a forward pass with its output, after a second run if that was not kept."""
         state = self.passes[_key(action)]
 
         def compute() -> None:
@@ -557,7 +568,7 @@ class StepRun:
 
     def _output_grads(self, action: Action, outs: tuple[Tensor, ...]) -> list[Tensor]:
         if action.stage == self.last:
-            # A tensor made of a number would wait for the device.
+            # `mul_` takes a number or a device tensor, and neither makes the host wait.
             grads = [torch.ones_like(outs[0]).mul_(self._scale(action))]
         else:
             grads = [self._take("B", action)]
@@ -570,11 +581,12 @@ class StepRun:
         if action.stage > 0:
             grad = torch.zeros_like(x) if x.grad is None else x.grad
             self.given["B", _key(action, -1)] = grad
-            x.grad = None  # W still holds x
+            # W still holds x, and would hold its gradient with it.
+            x.grad = None
 
 
 def _nodes(out: Tensor) -> list[Any]:
-    """All nodes of the graph of a tensor."""
+    """Return all nodes of the graph of a tensor."""
     found, left = dict[Any, None](), [out.grad_fn]
     while left:
         node = left.pop()
@@ -589,9 +601,9 @@ def _is_of_leaf(node: Any) -> bool:
 
 
 def _joined(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups of `stage_backward_input`, those with a weight in common as one.
+    """Join groups of `stage_backward_input` that have a weight in common.
 
-    The backward pass of each frees its part of the graph.
+    The backward pass of a group frees its part of the graph, which such groups share.
     """
     found: list[dict[str, Any]] = []
     for group in groups:
@@ -611,15 +623,16 @@ def _joined(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _weights(groups: list[dict[str, Any]]) -> list[Any]:
-    """Weights of groups of `stage_backward_input`."""
+    """Return the weights of groups of `stage_backward_input`."""
     return [node.variable for group in groups for node in group["params"]]
 
 
 def _add_weight_gradients(group: dict[str, Any], *, retain_graph: bool = False) -> None:
-    """Add the gradients of a group of `stage_backward_input` to its weights'."""
+    """Add the gradients of a group of `stage_backward_input` to those of its weights."""
     from moe_ext.pipeline._torch import stage_backward_weight
 
-    # Hooks of activations have seen these gradients in I, and shall not change them again.
+    # Hooks of activations have changed these gradients in I. They run again here, and a prehook
+    # that gives the gradient of I undoes a second change.
     pairs = zip(group["intermediates"], group["grads"], strict=True)
     handles = [node.register_prehook(lambda _, grad=grad: grad) for node, grad in pairs]
     try:
@@ -634,11 +647,11 @@ def _kind(out: Any) -> str:
 
 
 def _into(receive: Action) -> tuple[int, int, int]:
-    """The (chain, stage, slice) whose input has the format of what comes."""
+    """Return the (chain, stage, slice) whose input has the format of a receive's tensor."""
     return receive.chain, receive.stage + (receive.kind == "RECV_B"), receive.slice
 
 
 def _key(action: Action, ahead: int = 0) -> tuple[int, int, int]:
-    """(stage, micro-batch, slice) of an action, or the same of a stage so many ahead."""
+    """Return (stage, micro-batch, slice) of an action, or of the stage that is `ahead` later."""
     assert action.micro_batch is not None
     return action.stage + ahead, action.micro_batch, action.slice

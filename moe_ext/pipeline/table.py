@@ -15,9 +15,9 @@ from moe_ext._files import replacing
 
 COMPUTE = ("F", "B", "I", "W")
 MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
-# The weights that the gradients so far make, where a table trains without a flush.
+# Makes new weights from the gradients so far, in a table that trains without a flush.
 UPDATE = "UPDATE"
-# Actions of a whole stage: FSDP2's weights, and the reduction of gradients.
+# Actions of a whole stage: FSDP2 gathers and frees weights and reduces gradients; updates.
 OF_STAGE = ("UNSHARD", "RESHARD", "REDUCE_GRAD", UPDATE)
 OVERLAP = "OVERLAP_F_B"
 
@@ -28,20 +28,20 @@ _TEXT = re.compile(
 
 
 class Action(NamedTuple):
-    """One action of a rank; prints as torch prints it, `2F0` say.
+    """One action of a rank. Its string is that of torch, such as `2F0`.
 
     Attributes:
-        stage: number of the stage, from 0.
-        kind: "F" forward; "B" backward; "I" and "W" the backward pass in two, gradient of the input
-            and gradients of the weights; "SEND_F" and "RECV_F" activations, "SEND_B" and "RECV_B"
-            gradients, each of the stage that has sent or receives them; "OVERLAP_F_B" the `parts`
-            at once; "UNSHARD", "RESHARD" and "REDUCE_GRAD" of the whole stage; "UPDATE" makes
-            `version` of its weights, of the gradients since the version before.
+        stage: number of the stage, from 0; for messages, of the stage that sends or receives.
+        kind: "F" is a forward pass, "B" a backward pass. "I" and "W" are a backward pass in two:
+            the gradient of the input, and the gradients of the weights. "SEND_F" and "RECV_F" move
+            activations, "SEND_B" and "RECV_B" gradients. "OVERLAP_F_B" runs `parts` at once.
+            "UNSHARD", "RESHARD" and "REDUCE_GRAD" are those of FSDP2 for a whole stage. "UPDATE"
+            makes `version` of the stage's weights from the gradients since the version before.
         micro_batch: number of the micro-batch; None for actions of a whole stage.
-        chain: number of the chain of stages, where micro-batches go through the ranks in more than
-            one direction.
-        slice: number of the part of the sequence, where micro-batches are cut along it.
-        version: of the weights, where a stage keeps several: 0 those that it begins with.
+        chain: number of the chain of stages, if micro-batches go through the ranks in more than one
+            direction.
+        slice: number of the part of the sequence, if micro-batches are cut along it.
+        version: version of the weights, if a stage keeps several. A step begins with version 0.
         parts: the actions that run at once.
     """
 
@@ -54,7 +54,7 @@ class Action(NamedTuple):
     parts: tuple[Action, ...] = ()
 
     def described(self) -> str:
-        """Stage, micro-batch and what else there is, in words."""
+        """Return the stage, the micro-batch, and other numbers that are not 0, in words."""
         if self.parts:
             return " and ".join(part.described() for part in self.parts)
         return (
@@ -66,7 +66,7 @@ class Action(NamedTuple):
         )
 
     def in_turn(self) -> tuple[Action, ...]:
-        """Itself, or the parts of an overlap in the order in which they begin: forward first."""
+        """Return the action alone, or the parts of an overlap as they begin: forward first."""
         return tuple(sorted(self.parts or (self,), key=lambda part: part.kind != "F"))
 
     def __str__(self) -> str:
@@ -78,16 +78,16 @@ class Action(NamedTuple):
 
     @classmethod
     def from_text(cls, text: str) -> Action:
-        """The action that prints so.
+        """Return the action whose string is `text`.
 
         Raises:
-            ValueError: the text is none.
+            ValueError: the text is not that of an action.
         """
         inside, _, kind = text.strip().removeprefix("(").partition(")")
         if kind == OVERLAP:
             return cls(-1, OVERLAP, parts=tuple(map(cls.from_text, inside.split(";"))))
         found = _TEXT.fullmatch(text.strip())
-        # All actions but those of a stage have a micro-batch.
+        # Every action has a micro-batch, except actions of a whole stage.
         if found is None or (found[2] in OF_STAGE) == bool(found[3]):
             raise ValueError(
                 "Action.from_text: expected text to be of the form <stage><kind><micro-batch>, "
@@ -100,13 +100,14 @@ class Action(NamedTuple):
 
 
 class Step(NamedTuple):
-    """An action among those of all ranks.
+    """An action of `ActionTable.steps`, with the steps that it depends on.
 
     Attributes:
-        rank: that runs it.
-        action: that is run.
-        like: a number that actions of the same kind, stage and slice have.
-        needs: numbers of the steps whose results it takes, and whether they come from another rank.
+        rank: rank that runs the action.
+        action: the action.
+        like: a number that is equal for actions of the same kind, stage and slice.
+        needs: numbers of the steps whose results the action takes, each with True if the step is on
+            another rank.
     """
 
     rank: int
@@ -119,9 +120,9 @@ class Step(NamedTuple):
 class ActionTable:
     """The actions of every rank of a pipeline, in order.
 
-    Rows say nothing of time: a rank begins an action when it has ended the one before, and what the
-    action needs has come. A table may have messages (send and receive), as one that runs;
-    without them it says what is computed, and `add_messages` adds them.
+    Rows have no times: a rank begins an action when the one before has ended and the input is
+    there. A table that runs has messages (sends and receives). A table without messages says only
+    what is computed, and `add_messages` adds them.
 
     Args:
         rows: a sequence of actions for each rank.
@@ -139,7 +140,7 @@ class ActionTable:
 
     @cached_property
     def rank_of(self) -> Mapping[tuple[int, int], int]:
-        """(chain, stage) to the rank that runs it: the first that has a forward pass of it."""
+        """Map from (chain, stage) to its rank: the first rank with a forward pass of the stage."""
         found: dict[tuple[int, int], int] = {}
         for rank in range(self.num_ranks):
             for action in self.actions(rank):
@@ -165,14 +166,14 @@ class ActionTable:
 
     @cached_property
     def num_slices(self) -> int:
-        """Parts of a micro-batch along its sequence, 1 where it is whole."""
+        """Parts of a micro-batch along its sequence; 1 if micro-batches are not cut."""
         return 1 + max(a.slice for rank in range(self.num_ranks) for a in self.actions(rank))
 
     @cached_property
     def steps(self) -> tuple[Step, ...] | None:
-        """Actions in an order in which each is behind what it needs; None where there is none.
+        """All actions, each after those whose results it takes; None if there is no such order.
 
-        Of a table without messages.
+        Only for a table without messages.
         """
         place: dict[Action, int] = {}
         kinds: dict[tuple[Any, ...], int] = {}
@@ -205,18 +206,18 @@ class ActionTable:
 
     @cached_property
     def has_messages(self) -> bool:
-        """True if it says where to send and to receive."""
+        """True if the table has sends and receives."""
         return any(action.kind in MESSAGES for row in self.rows for action in row)
 
     def actions(self, rank: int) -> Iterator[Action]:
-        """The actions of a rank, and in the place of an overlap its parts."""
+        """Yield the actions of a rank, and the parts of an overlap in its place."""
         for action in self.rows[rank]:
             yield from action.parts or (action,)
 
     def source(self, action: Action) -> Action | None:
-        """The forward or backward pass that an F, B or I takes its input from; None of a batch.
+        """Return the pass whose result an F, B or I takes; None if it takes that of no stage.
 
-        Of a backward pass it has kind "B", though the table may have an "I" there.
+        A backward pass is returned with kind "B", even if the table has an "I" instead.
         """
         stage, kind, micro_batch, chain, part, _, _ = action
         if kind == "F" and stage > 0:
@@ -226,14 +227,14 @@ class ActionTable:
         return None
 
     def receive(self, action: Action) -> Action | None:
-        """The receive that an F, B or I waits for; None where its input is of the same rank."""
+        """Return the receive that an F, B or I waits for; None if no other rank gives its input."""
         source = self.source(action)
         if source is None or self.rank(source) == self.rank(action):
             return None
         return action._replace(kind=f"RECV_{source.kind}", version=0)
 
     def send(self, action: Action) -> Action | None:
-        """The send of what an F, B or I gives; None where it stays on the rank or goes nowhere."""
+        """Return the send of the result of an F, B or I; None if no other rank takes it."""
         if action.kind not in ("F", "B", "I"):
             return None
         kind, step = ("F", 1) if action.kind == "F" else ("B", -1)
@@ -243,12 +244,12 @@ class ActionTable:
         return action._replace(kind=f"SEND_{kind}", version=0)
 
     def rank(self, action: Action) -> int:
-        """The rank of an action's stage."""
+        """Return the rank of an action's stage."""
         return self.rank_of[action.chain, action.stage]
 
     @staticmethod
     def peer(action: Action) -> Action:
-        """The receive of a send, or the send of a receive."""
+        """Return the receive of a send, or the send of a receive."""
         step = 1 if action.kind in ("SEND_F", "RECV_B") else -1
         way, what = action.kind.split("_")
         kind = f"{'RECV' if way == 'SEND' else 'SEND'}_{what}"
@@ -257,18 +258,18 @@ class ActionTable:
     def write_csv(self, path: str | os.PathLike[str]) -> None:
         """Write a line for each rank, as `torch.distributed.pipelining` reads it.
 
-        Chain, slice and version, which torch does not know, stand behind the micro-batch where they
-        are not 0: `2F0c1s3v2`.
+        Chain, slice and version, which torch does not know, follow the micro-batch if they are not
+        0: `2F0c1s3v2`.
         """
         with replacing(path) as partial, partial.open("w", newline="") as file:
             csv.writer(file).writerows(self.rows)
 
     @classmethod
     def read_csv(cls, path: str | os.PathLike[str]) -> ActionTable:
-        """Read what `write_csv` or torch wrote; torch's empty steps are left out.
+        """Read a file that `write_csv` or torch wrote. Empty steps of torch are left out.
 
         Raises:
-            ValueError: a cell is no action.
+            ValueError: a cell is not an action.
         """
         with Path(path).open(newline="") as file:
             rows = [[cell for cell in row if cell.strip()] for row in csv.reader(file)]

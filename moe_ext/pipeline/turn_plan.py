@@ -14,10 +14,12 @@ from moe_ext.pipeline.table import COMPUTE, Action, ActionTable
 
 
 class _Rule(NamedTuple):
-    """Choice of the next action: of so many of a rank, those that are free to begin.
+    """Rule by which a free lane of a rank chooses its next action.
 
-    Those of a kind keep their order, or those of a kind and a stage. Of several, the first one goes
-    that nobody waits for less (`weights_last`), or whose kind is not underway (`mixed`).
+    Candidates are the first `ahead` actions left whose input is there. Actions of a kind and stage
+    (of a kind, unless `by_stage`) keep their order. Of candidates that can begin at the same time,
+    those whose kind is underway (`mixed`) come last, and so does W (`weights_last`), for which no
+    rank waits.
     """
 
     ahead: int
@@ -26,7 +28,8 @@ class _Rule(NamedTuple):
     weights_last: bool = False
 
 
-# None is the best for all tables, numbers of micro-batches and room for them.
+# All rules are tried. The best one depends on the table, the number of micro-batches and the room
+# for them.
 _RULES = (
     _Rule(4, by_stage=False),
     *(_Rule(ahead, mixed=True) for ahead in (4, 6, 8)),
@@ -35,7 +38,7 @@ _RULES = (
 
 
 class Start(NamedTuple):
-    """An action, and the earlier ones of its rank that need not have ended when it begins."""
+    """An action, and the earlier actions of its rank that may be underway when it begins."""
 
     action: Action
     beside: tuple[Action, ...]
@@ -46,10 +49,10 @@ class TurnPlan:
     """Result of `plan_turns`, for `Pipeline`.
 
     Attributes:
-        table: what is run.
-        lanes: actions of a rank that are underway at once, at most.
-        starts: of each rank, its actions in the order in which they begin.
-        makespan: by the costs.
+        table: table whose actions are run.
+        lanes: largest number of actions of a rank that are underway at once.
+        starts: for each rank, its actions in the order in which they begin.
+        makespan: time of a step according to the costs.
     """
 
     table: ActionTable
@@ -76,23 +79,23 @@ class _Rank:
     clock: Clock = field(default_factory=Clock)
     turn: int = 0
     held: int = 0
-    # Waits for other ranks, with nothing underway.
+    # True while nothing is underway, and no action can begin before another rank goes on.
     is_blocked: bool = False
     starts: list[Start] = field(default_factory=list)
 
 
 class _ActionFacts(NamedTuple):
-    """Facts of an action for `_ClockRun`, found once for all rules. Actions are numbers here.
+    """Facts of an action for `_ClockRun`, found once for all rules.
 
     Attributes:
-        action: itself.
-        line: kind, I as B, and stage.
-        forward: its own forward pass, which it needs to begin; None of one.
-        source: what gives its input, before it ends; None where that is of the batch.
-        hop: time that the input travels.
-        own: time that it computes.
-        lead: time from its beginning to its wait for the input.
-        for_ranks: that wait for what it gives.
+        action: the action.
+        line: its kind, with B for I, and its stage.
+        forward: number of the forward pass that ends before it begins; None for a forward pass.
+        source: number of the action whose result it waits for; None if there is none.
+        hop: time that this result travels.
+        own: time that it computes, without exchanges.
+        lead: time from its beginning to its wait for the result.
+        for_ranks: ranks with actions that wait for its own result.
     """
 
     action: Action
@@ -110,26 +113,27 @@ def plan_turns(
 ) -> TurnPlan:
     """Plan which actions of each rank are underway at once, by the costs of their exchanges.
 
-    The turn to compute passes in a circle over the lanes of a rank, at each wait for an exchange
-    between the ranks of a stage. A free lane begins the next action whose input has come; of the
-    next ones, one goes ahead of those of another kind, or another stage, that wait. Several rules
-    by which it is chosen are tried, and the plan that takes least by the costs is kept. Which ones
-    go beside which is decided here, by the costs, so that all ranks of a stage send the same
-    messages in the same order whatever their times are.
+    A rank has several lanes, with an action underway in each. The turn to compute passes in a
+    circle over the lanes, at each wait for an exchange between the ranks of a stage. A free lane
+    begins the next action whose input has come, ahead of waiting actions of another kind or stage.
+    Several rules of this choice are tried, and the plan that takes the least time by the costs is
+    kept. The plan decides which actions run beside each other. All ranks of a stage therefore send
+    the same messages in the same order, whatever their real times are.
 
     Args:
-        table: of one chain, whole micro-batches and one version of weights; messages are left out.
-        costs: of its actions, with the exchanges.
-        lanes: actions of a rank that are underway at once, at most.
-        max_in_flight: micro-batches that a rank holds at most, counted for each of its stages; None
-            is one more than the table holds on that rank.
+        table: table of one chain, whole micro-batches and one version of weights. Its messages are
+            left out.
+        costs: costs of its actions, with the exchanges.
+        lanes: largest number of actions of a rank that are underway at once.
+        max_in_flight: largest number of micro-batches that a rank holds, counted for each of its
+            stages. None allows one more than the table holds on that rank.
 
     Returns:
-        For `Pipeline`, in the place of the table.
+        A plan that `Pipeline` takes instead of the table.
 
     Raises:
-        ValueError: the table is not in order, or has chains, slices or versions of weights; lanes
-            is not positive; or there is not enough room for the micro-batches in flight.
+        ValueError: the table is not in order, or has several chains, slices or versions of weights;
+            lanes is not positive; or max_in_flight is too small to run all actions.
     """
     check_sizes("plan_turns", lanes=lanes)
     rows = [
@@ -154,9 +158,9 @@ def plan_turns(
 
 
 def plan_turns_within(table: ActionTable, costs: Costs, most: float) -> TurnPlan | None:
-    """`plan_turns(table, costs)`; None, in less time, where that takes longer than `most`.
+    """Return `plan_turns(table, costs)`; or None, found faster, if a step takes more than `most`.
 
-    The table is in order, as those of `make_table` are, and has no overlaps.
+    The table must be in order, as those of `make_table` are, and have no overlaps.
     """
     return _quickest(table, costs, 2, None, most)[0]
 
@@ -164,7 +168,7 @@ def plan_turns_within(table: ActionTable, costs: Costs, most: float) -> TurnPlan
 def _quickest(
     table: ActionTable, costs: Costs, lanes: int, max_in_flight: int | None, most: float
 ) -> tuple[TurnPlan | None, list[Action]]:
-    """The plan of the best rule, or None and the actions that no rule came to within `most`."""
+    """Return the plan of the best rule; or None, and the actions that this rule left undone."""
     rows_of, work = _works(table, costs)
     held = [each + 1 if max_in_flight is None else max_in_flight for each in in_flight(table)]
     tried, least = list[_ClockRun](), most
@@ -173,7 +177,8 @@ def _quickest(
         if not tried[-1].left:
             least = min(least, tried[-1].makespan)
     found = min(tried, key=lambda plan: (len(plan.left), plan.makespan))
-    # One that ended early may have begun all of its actions; but for rounding.
+    # A run that ended early may have begun all of its actions. Its makespan is then above `most`,
+    # and 1e-9 allows for rounding.
     if found.left or found.makespan > most * (1 + 1e-9):
         return None, found.left
     starts = tuple(tuple(rank.starts) for rank in found.ranks)
@@ -181,7 +186,7 @@ def _quickest(
 
 
 def _works(table: ActionTable, costs: Costs) -> tuple[list[list[int]], list[_ActionFacts]]:
-    """The numbers of the actions of each rank, and what is known of each."""
+    """Return the numbers of the actions of each rank, and the facts of all actions."""
     every = [action for row in table.rows for action in row]
     number = {a._replace(kind=a.kind.replace("I", "B")): i for i, a in enumerate(every)}
     plain = replace(costs, exchanges={})
@@ -208,9 +213,9 @@ def _works(table: ActionTable, costs: Costs) -> tuple[list[list[int]], list[_Act
 
 
 class _ClockRun:
-    """Runs all ranks by their clocks; always that whose clock is behind the others'.
+    """Runs all ranks by their clocks; the rank whose clock is furthest behind goes on first.
 
-    It ends early, with actions left, where it takes longer than `least`, the best plan so far.
+    A run that takes longer than `least`, the time of the best plan so far, ends early.
     """
 
     def __init__(
@@ -229,7 +234,7 @@ class _ClockRun:
             _Rank(list(row), most, [None] * lanes, sum(work[number].own for number in row))
             for row, most in zip(rows, most_held, strict=True)
         ]
-        # But for rounding.
+        # Rounding must not end a run that takes as long as the best plan.
         least *= 1 + 1e-9
         while True:
             rank, first = None, math.inf
@@ -244,7 +249,7 @@ class _ClockRun:
 
     @property
     def left(self) -> list[Action]:
-        """Actions that wait for ever."""
+        """Actions that have not begun, because they wait for ever or the run ended early."""
         return [self._work[number].action for rank in self.ranks for number in rank.left]
 
     @property
@@ -252,7 +257,7 @@ class _ClockRun:
         return max(rank.clock.now for rank in self.ranks)
 
     def _step(self, rank: _Rank) -> bool:
-        """Let the next lane run until it passes the turn on; whether one did."""
+        """Let the next lane run until it passes the turn on. Return False if no lane can run."""
         lanes, clock = rank.lanes, rank.clock
         for _ in lanes:
             place = rank.turn % len(lanes)
@@ -277,7 +282,10 @@ class _ClockRun:
         return False
 
     def _begin(self, rank: _Rank, place: int) -> _Lane | None:
-        """The next action, in a free lane; the clock waits where no other one is underway."""
+        """Begin the next action in a free lane, or return None.
+
+        If no other action is underway, the clock goes on to the time at which one can begin.
+        """
         works, done, rule, clock = self._work, self._done, self._rule, rank.clock.now
         underway = [lane.number for lane in rank.lanes if lane is not None]
         kinds = [works[number].line[0] for number in underway]

@@ -18,18 +18,20 @@ from moe_ext.distributed.gradients import fingerprint
 
 
 class WaveUpdates:
-    """Weights of a stage in several pipelines (HetPipe's virtual workers).
+    """Exchanges updates of a stage's weights between several pipelines (HetPipe's virtual workers).
 
     Each pipeline updates its own weights. After every `wave` updates it gives their sum to the
-    others, and takes the sums of all up to `staleness` waves before: its weights are then what all
-    of these make, and its own updates since. With a staleness of 0 the weights of all pipelines are
-    the same after each wave, in every bit. Sums travel while the next waves compute.
+    others, and takes the sums of all pipelines up to `staleness` waves before. Its weights are then
+    the first ones, with these sums and its own later updates added. With a staleness of 0 the
+    weights of all pipelines are the same after each wave, in every bit. Sums travel while the next
+    waves compute.
 
     Args:
-        parameters: of the stage, of one dtype and device, the same in all pipelines at first.
+        parameters: parameters of the stage, of one dtype and device. All pipelines begin with the
+            same values.
         group: the ranks that hold the stage; all take the same number of updates.
-        wave: updates that go together; the micro-batches underway in a pipeline.
-        staleness: waves of the others that may be missing.
+        wave: number of updates that are summed, such as the micro-batches underway in a pipeline.
+        staleness: number of waves of the other pipelines that may be missing.
 
     Raises:
         ValueError: a number is out of range, or there is no parameter.
@@ -55,19 +57,21 @@ class WaveUpdates:
         self._group, self._wave, self._staleness = group, wave, staleness
         self._count = 0
         self._compared = False
-        # Weights that all pipelines have made together, and this one's after its last wave.
+        # The first weights and the sums of all pipelines so far, the same in all pipelines.
         self._common = self._flat()
+        # The weights of this pipeline after its last wave.
         self._after_wave = self._common
+        # For each wave whose sum has not been taken: the updates of this pipeline, and that sum.
         self._underway: deque[tuple[Tensor, Pending[Tensor]]] = deque()
 
     def updated(self) -> None:
-        """Note an update of the parameters; at the end of a wave, exchange."""
+        """Note an update of the parameters. At the end of a wave, exchange the sums."""
         self._count += 1
         if self._count % self._wave == 0:
             self._exchange(self._staleness)
 
     def finish(self) -> None:
-        """Take what is missing: the parameters are the same in all pipelines; all must call it."""
+        """Take all missing sums, so that all pipelines have the same weights; all must call it."""
         self._exchange(0)
 
     def _exchange(self, missing: int) -> None:
