@@ -1,6 +1,6 @@
 """moe_ext: the communication side of sparse training, for CPU and CUDA.
 
-Operators, layers and `moe_ext.distributed` load with the package, the others at first use.
+Operators, layers and `moe_ext.distributed` load with the package, other modules at first use.
 """
 
 import importlib
@@ -47,7 +47,7 @@ __all__ = [
     "sync",
     "verify",
 ]
-# Functions, by the module that has them.
+# Public functions that load at first use, and the modules that have them.
 _FUNCTIONS = {"info": "_info", "replace": "integrations", "verify": "integrations"}
 
 

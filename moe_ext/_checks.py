@@ -13,21 +13,21 @@ from torch import Tensor
 
 
 def check_choice(owner: str, name: str, value: object, allowed: Collection[object]) -> None:
-    """ValueError unless the value is one of those that are allowed."""
+    """Raise a ValueError unless the value is one of those that are allowed."""
     if value not in allowed:
         raise ValueError(f"{owner}: expected {name} to be one of {tuple(allowed)}, got {value!r}")
 
 
 def check_rule(owner: str, name: str, value: object, rule: str, fits: bool) -> None:
-    """ValueError unless the value fits a rule, such as "at least 1"."""
+    """Raise a ValueError with a rule, such as "at least 1", unless the value fits."""
     if not fits:
         raise ValueError(f"{owner}: expected {name} to be {rule}, got {value!r}")
 
 
 def check_kind(owner: str, name: str, value: object, *kinds: type, required: bool = False) -> None:
-    """TypeError unless the value is of one of the classes, or None where it is not required.
+    """Raise a TypeError unless the value is of one of the classes, or None and not required.
 
-    True and False are numbers to Python; here they are not.
+    True and False do not count as numbers, although `bool` is a subclass of `int`.
     """
     truth = isinstance(value, bool) and bool not in kinds
     if (value is not None or required) and (truth or not isinstance(value, kinds)):
@@ -36,7 +36,7 @@ def check_kind(owner: str, name: str, value: object, *kinds: type, required: boo
 
 
 def refuse_copy(owner: str) -> NoReturn:
-    """TypeError for a copy or a pickle of what sends, which would be without its group or hooks."""
+    """Raise a TypeError: a copy or a pickle of the object would lack its group or hooks."""
     raise TypeError(
         f"{owner}: expected its state_dict() to be copied or pickled, got the object itself; make "
         "one anew and let it load_state_dict"
@@ -44,13 +44,16 @@ def refuse_copy(owner: str) -> NoReturn:
 
 
 def check_callable(owner: str, name: str, value: object) -> None:
-    """TypeError unless the value is None or can be called."""
+    """Raise a TypeError unless the value is None or can be called."""
     if value is not None and not callable(value):
         raise TypeError(f"{owner}: expected {name} to be callable, got {value!r}")
 
 
 def check_integer(owner: str, name: str, value: int) -> None:
-    """Refuse what cannot count: a tensor of one number and a truth value have an index, too."""
+    """Raise a TypeError unless the value is an integer.
+
+    `operator.index` also accepts a bool, and a tensor of one integer. Both are refused here.
+    """
     try:
         if isinstance(value, (bool, Tensor)):
             raise TypeError
@@ -60,7 +63,7 @@ def check_integer(owner: str, name: str, value: int) -> None:
 
 
 def check_real(owner: str, name: str, value: float) -> None:
-    """TypeError unless the value is one number."""
+    """Raise a TypeError unless the value is a number."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{owner}: expected {name} to be a number, got {value!r}")
 
@@ -71,21 +74,22 @@ def check_numbers(
     values: Mapping[str, Any],
     may_be_zero: Collection[str] = (),
 ) -> None:
-    """Refuse a value that is none where the annotation of an argument is int, float or bool.
+    """Refuse values of another type for arguments that are annotated as int, float or bool.
 
-    Bounds are left to the class, but for ints of which it asks nothing but that they be at least 0.
-    A float is not NaN. A tensor without dimensions stands for a float, one of one element for a
-    "float | Tensor", and anything but a text for a bool: "False" would be true.
+    Bounds are left to the class, except for ints whose only bound is that they are at least 0. A
+    float must not be NaN. A tensor without dimensions counts as a float, and a tensor of one
+    element as a "float | Tensor". A bool may be anything but a text, since "False" would be true.
 
     Args:
         owner: class that the error names.
-        annotations: of its constructor or of its fields, as texts.
-        values: by name, each argument and whatever else: `locals()` or `vars(self)`.
-        may_be_zero: names of ints that are at least 0.
+        annotations: annotations of its constructor or of its fields, as texts.
+        values: values of the arguments by name. It may hold others, as `locals()` and `vars(self)`
+            do.
+        may_be_zero: names of ints that must be at least 0.
 
     Raises:
         TypeError: a value is of another type.
-        ValueError: one of these ints is negative, or a float NaN.
+        ValueError: an int of ``may_be_zero`` is negative, or a float is NaN.
     """
     for name, annotation in annotations.items():
         kind, _, other = str(annotation).partition(" | ")
@@ -111,14 +115,14 @@ def check_numbers(
 
 
 def check_numbers_of_fields(spec: Any, may_be_zero: Collection[str] = ()) -> None:
-    """`check_numbers` of a dataclass, with the fields of its bases."""
+    """Call `check_numbers` for the fields of a dataclass, those of its bases included."""
     annotations = {each.name: each.type for each in fields(spec)}
     values = {name: getattr(spec, name) for name in annotations}
     check_numbers(type(spec).__name__, annotations, values, may_be_zero)
 
 
 def check_sizes(owner: str, **sizes: int) -> None:
-    """Refuse sizes that are no integers in `[1, 2^31)`."""
+    """Refuse sizes that are not integers in `[1, 2^31)`."""
     for name, size in sizes.items():
         check_integer(owner, name, size)
         if size < 1:
@@ -128,16 +132,17 @@ def check_sizes(owner: str, **sizes: int) -> None:
 
 
 def check_fields(spec: Any, *, may_be_zero: Collection[str] = (), below: int = 2**31) -> None:
-    """ValueError unless each field of a dataclass holds what its annotation says.
+    """Raise a ValueError unless each field of a dataclass has a value that fits its annotation.
 
-    An int is whole and at least 1, a float is finite and above 0; neither is a bool. Elements of a
-    ``tuple[int, ...]`` and values of a ``Mapping[str, float]`` are the same. Fields of other
-    annotations are left to their class. Numbers of numpy become those of Python, which JSON has.
+    An int must be whole and at least 1, a float finite and above 0, and neither may be a bool. The
+    same rules hold for elements of a ``tuple[int, ...]`` and values of a ``Mapping[str, float]``.
+    Fields of other annotations are left to their class. Numbers of NumPy become those of Python,
+    which JSON can hold.
 
     Args:
-        spec: whose module annotates by text.
+        spec: instance of a dataclass whose annotations are texts.
         may_be_zero: fields whose numbers may also be 0.
-        below: bound of whole numbers.
+        below: whole numbers must be below this.
     """
     owner = type(spec).__name__
     for each in fields(spec):
@@ -161,7 +166,7 @@ def check_fields(spec: Any, *, may_be_zero: Collection[str] = (), below: int = 2
             found = _number(owner, each.name, value, kind, zero, below)
         elif kind in _KINDS and not isinstance(value, _KINDS[kind]):
             raise ValueError(f"{owner}: expected {each.name} to be {kind}, got {value!r:.80}")
-        # The dataclass may be frozen.
+        # `object.__setattr__` also sets a field of a frozen dataclass.
         object.__setattr__(spec, each.name, found)
 
 

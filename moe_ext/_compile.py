@@ -15,12 +15,13 @@ T = TypeVar("T")
 
 
 def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
-    """As `torch.compiler.disable`: graphs break at a call of the function."""
+    """Decorate like `torch.compiler.disable`: graphs break at a call of the function."""
     disabled: Callable[P, T] = _disable_dynamo(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        # Disabling costs ten calls; there is nothing to disable where no frame is compiled.
+        # A call of the disabled function costs as much as ten plain calls. If no frame is compiled,
+        # the plain function does the same.
         if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
             return disabled(*args, **kwargs)
         return function(*args, **kwargs)
@@ -29,6 +30,6 @@ def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def constant_in_graphs(function: Callable[P, T]) -> Callable[P, T]:
-    """As `torch.compiler.assume_constant_result`: graphs hold the result of the first call."""
+    """Decorate like `torch.compiler.assume_constant_result`: a graph holds the first result."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

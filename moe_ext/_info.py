@@ -1,4 +1,4 @@
-"""Facts of this installation: versions, backends, CPU features, operators, and what is missing."""
+"""Facts of this installation: versions, backends, CPU features, operators, missing packages."""
 
 import importlib.metadata
 import platform
@@ -30,8 +30,8 @@ def info() -> dict[str, Any]:
     Returns:
         dict: ``versions``, ``library``, ``cpu`` (``isa`` in use and ``supported``), ``backends``
         (name to what it offers or why it is absent), ``memory`` (whether `moe_ext.reuse_memory`
-        holds), ``operators`` (public names) and ``missing`` (what is not installed, and the command
-        that gets it).
+        holds), ``operators`` (public names) and ``missing`` (packages that are not installed, and
+        the command that installs each).
     """
     supported = [
         isa for isa in ("portable", "avx2", "avx512") if torch.ops.moe_ext._cpu_isa_supported(isa)
@@ -64,7 +64,7 @@ def info() -> dict[str, Any]:
 
 
 def operators() -> list[str]:
-    """Names of the public operators that the library registered; those in Python are left out."""
+    """Return names of the public operators of the compiled library, without those in Python."""
     schemas = torch._C._jit_get_all_schemas()
     names = {s.name for s in schemas if s.name.startswith("moe_ext::")}
     compiled = [name.removeprefix("moe_ext::") for name in names if _has_kernel(name, "CPU")]
@@ -104,7 +104,7 @@ def _num_cuda_operators() -> int:
 
 
 def report(brief: bool = False) -> str:
-    """The text of ``python -m moe_ext info``."""
+    """Return the text of ``python -m moe_ext info``."""
     facts = info()
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     cpu = facts["cpu"]
@@ -131,7 +131,7 @@ def report(brief: bool = False) -> str:
 
 
 def _next_steps(facts: dict[str, Any]) -> list[str]:
-    """Commands that give what is missing, and where the tour is."""
+    """Return commands that install what is missing, and the place of the tour."""
     found = [f"pip install {' '.join(facts['missing'])}"] if facts["missing"] else []
     root = _library.PATH.parent.parent
     build = "make build" if (root / "setup.py").exists() else "pip install --no-build-isolation ."

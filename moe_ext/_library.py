@@ -1,4 +1,4 @@
-"""Loads the compiled operators into torch, with an error that says what to do when that fails."""
+"""Loads the compiled operators into torch. If that fails, an error says what to do."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,8 @@ MINIMUM_TORCH = (2, 11)
 def load() -> None:
     """Registers the operators under `torch.ops.moe_ext`; a second call does nothing.
 
-    Those of `_C`, and the CUDA kernels of `_C_cuda` where both were built for CUDA.
+    `_C` has the operators. `_C_cuda` has CUDA kernels, and loads if it and torch were built for
+    CUDA.
 
     Raises:
         ImportError: torch is too old, or the library is missing or does not load.
@@ -29,18 +30,18 @@ def load() -> None:
             f"moe_ext: expected the compiled operators at {PATH}, got no file; {_remedy()}"
         )
     _load(PATH)
-    # It needs libtorch_cuda, which a torch without CUDA does not have.
+    # `_C_cuda` needs libtorch_cuda, which a torch without CUDA does not have.
     if has_cuda():
         _load(CUDA_PATH)
 
 
 def has_cuda() -> bool:
-    """True if this installation has CUDA operators that this torch can load."""
+    """Return True if this installation has CUDA operators that this torch can load."""
     return CUDA_PATH.exists() and torch.backends.cuda.is_built()
 
 
 def _remedy() -> str:
-    """Advice on missing operators: another moe_ext that has them may be hidden."""
+    """Return advice on missing operators. This folder may hide another moe_ext that has them."""
     for entry in sys.path:
         other = Path(entry or ".").resolve() / "moe_ext"
         if other != PATH.parent and (other / PATH.name).exists():

@@ -11,10 +11,10 @@ import torch
 
 # Constants of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4
-# A pad above two heaps of a thread (64 MiB each) also keeps those from being unmapped.
+# A pad above two heaps of a thread (64 MiB each) also keeps malloc from unmapping such heaps.
 _REUSE = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1, _M_TOP_PAD: 2**28}
-# glibc's defaults, the thresholds where its own adjustment ends up in a process with tensors:
-# malloc stops adjusting them once they are set.
+# glibc's defaults. Malloc stops adjusting the thresholds once they are set, so these are the values
+# that its adjustment reaches in a process with tensors.
 _DEFAULT = {
     _M_MMAP_MAX: 65536,
     _M_MMAP_THRESHOLD: 2**25,
@@ -27,31 +27,33 @@ _reuses = False
 def reuse_memory(enabled: bool = True) -> bool:
     """Make malloc keep the memory of freed tensors for the next ones; call it first in a script.
 
-    By default glibc gives a large tensor's memory back to the system when it is freed, and the
-    next one's has to be mapped and zeroed page by page, which takes longer than to fill it: up to
-    ten times a copy. Training steps allocate the same sizes over and over, and pay that in each.
+    By default glibc gives a large tensor's memory back to the system when it is freed. The memory
+    of the next tensor must then be mapped and zeroed page by page. This takes longer than to fill
+    it, up to ten times as long as a copy. Training steps allocate the same sizes over and over, and
+    pay that in each step.
 
-    What it costs: memory stays with the process. Its resident size does not fall below the peak,
-    and the peak grows, in a layer's training step by 3 to 32 %, since tensors of other sizes do not
-    always fit into the gaps. Before glibc 2.39, nor do tensors of the same size: what is left over
-    around an aligned tensor (96 bytes) goes to small objects, the gap lacks them, and now and then
-    a step takes fresh memory; in one of three runs of 300 steps the heap grew to six times what was
-    in use. `GLIBC_TUNABLES=glibc.malloc.tcache_count=0` in the environment ends that.
+    The cost is that memory stays with the process. Its resident size does not fall below the peak.
+    The peak grows by 3 to 32 % in a layer's training step, because tensors of other sizes do not
+    always fit into the gaps. Before glibc 2.39, tensors of the same size do not always fit, either.
+    The 96 bytes that are left over around an aligned tensor go to small objects, so that the gap is
+    too small and a step sometimes takes fresh memory. In one of three runs of 300 steps the heap
+    grew to six times the memory in use. `GLIBC_TUNABLES=glibc.malloc.tcache_count=0` in the
+    environment prevents that.
 
-    It acts on tensors in CPU memory, of this process and of those that it forks; processes that are
-    started anew call it themselves. The forward pass, and the backward pass of a graph on CPU, run
-    on the thread that called them. A training loop on another thread than the first (Ray Train's)
-    reuses tensors below 64 MB; `MALLOC_ARENA_MAX=1` in the environment is for larger ones.
+    The call acts on tensors in CPU memory, of this process and of processes that it forks. Other
+    processes call it themselves. The forward pass, and the backward pass of a graph on CPU, run on
+    the thread that called them. A training loop on another thread than the first (Ray Train's)
+    reuses tensors below 64 MB. `MALLOC_ARENA_MAX=1` in the environment is for larger ones.
 
     Args:
         enabled: False sets glibc's defaults again and gives all free memory back.
 
     Returns:
-        Whether torch's memory is glibc's, and so the call did something. Elsewhere (macOS, musl, a
-        preloaded jemalloc or tcmalloc, which keep memory in their own way) it changes nothing, and
-        warns.
+        True if torch's memory comes from glibc, so that the call had an effect. Elsewhere (macOS,
+        musl, a preloaded jemalloc or tcmalloc, which keep memory in their own way) the call changes
+        nothing, and warns.
 
-    It can be called any number of times. `moe_ext.info()["memory"]` says what holds.
+    It can be called any number of times. `moe_ext.info()["memory"]` tells the present state.
     """
     global _reuses
     libc = _glibc()
@@ -72,7 +74,7 @@ def reuse_memory(enabled: bool = True) -> bool:
 
 
 def state() -> str:
-    """Description of what malloc does in this process."""
+    """Return a description of the settings of malloc in this process."""
     if _glibc() is None:
         return (
             "torch's memory does not come from glibc's malloc: moe_ext.reuse_memory has no effect"
@@ -88,7 +90,7 @@ def state() -> str:
 
 
 def _loses_gaps() -> bool:
-    """True if memalign hands out its remainders, so that gaps do not serve again (bug 30723)."""
+    """Return True if memalign's remainders go to other objects, and gaps shrink (bug 30723)."""
     tunables = os.environ.get("GLIBC_TUNABLES", "").split(":")
     version = os.confstr("CS_GNU_LIBC_VERSION") or ""  # "glibc 2.36"
     numbers = version.rpartition(" ")[2].split(".")
@@ -98,14 +100,15 @@ def _loses_gaps() -> bool:
 
 @functools.cache
 def _glibc() -> ctypes.CDLL | None:
-    """glibc, if a tensor shows up in the counts of its malloc."""
+    """Return glibc, or None if its malloc does not count the memory of a new tensor."""
     try:
-        # By name: the same functions of a preloaded allocator come first in the process.
+        # glibc is loaded by its name. A search of the process would find the functions of a
+        # preloaded allocator first.
         libc = ctypes.CDLL("libc.so.6")
         count = libc.mallinfo2 if hasattr(libc, "mallinfo2") else libc.mallinfo
     except (OSError, AttributeError):
         return None
-    # mallinfo (glibc before 2.33) has ints, which wrap around.
+    # `mallinfo`, which glibc before 2.33 has instead, counts in ints, which wrap around.
     bits = 64 if count is getattr(libc, "mallinfo2", None) else 32
     field = ctypes.c_size_t if bits == 64 else ctypes.c_uint
 
@@ -116,7 +119,8 @@ def _glibc() -> ctypes.CDLL | None:
 
     def used() -> int:
         counts = count()
-        return int(counts.field4 + counts.field7)  # mapped, and in use in the heaps
+        # Bytes that are mapped (hblkhd), and bytes in use in the heaps (uordblks).
+        return int(counts.field4 + counts.field7)
 
     before = used()
     tensor = torch.empty(2**26, dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""Finds and loads the compiled module `moe_ext._runtime`, and says why where that cannot be.
+"""Finds and loads the compiled module `moe_ext._runtime`, or says why it cannot be loaded.
 
-It holds objects over C++ classes of c10d and autograd, whose layout is that of one torch version;
-so the file's name carries the version of torch and the tag of the Python it was built for, and no
-other is loaded. Whatever it offers has a twin in Python.
+The module is built on C++ classes of c10d and autograd, whose layout belongs to one torch version.
+The name of its file therefore has the version of torch and the tag of the Python that it was built
+for, and no other file is loaded. Everything that the module offers has a twin in Python.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _REMEDY = "`pip install .` in its source, with this torch and this Python, build
 
 
 def path() -> Path:
-    """Path of the module for this torch and this Python, built or not."""
-    # setup.py gives the same name.
+    """Return the path of the module for this torch and this Python, built or not."""
+    # `setup.py` builds the module under the same name.
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     return FOLDER / f"{_PREFIX}torch-{torch.__version__}{suffix}"
 
 
 def load() -> ModuleType | None:
-    """The module, or None where its twins in Python are to be used.
+    """Return the module, or None if its twins in Python are to be used.
 
-    The environment decides first: MOE_EXT_RUNTIME=0 for the twins, 1 for an error without it.
+    In the environment, MOE_EXT_RUNTIME=0 demands the twins, and 1 demands the module.
 
     Raises:
-        ImportError: it is demanded, and cannot be had.
+        ImportError: the module is demanded, and cannot be loaded.
         ValueError: MOE_EXT_RUNTIME is something else.
     """
     asked = os.environ.get("MOE_EXT_RUNTIME", "")
@@ -50,7 +50,7 @@ def load() -> ModuleType | None:
 
 
 def state() -> str:
-    """The way that is taken, compiled or in Python, and why."""
+    """Return "compiled" with the version of torch, or "in Python" with the reason, as a text."""
     if os.environ.get("MOE_EXT_RUNTIME") == "0":
         return "in Python: MOE_EXT_RUNTIME=0"
     module, reason = _load()
@@ -59,7 +59,7 @@ def state() -> str:
 
 @functools.cache
 def _load() -> tuple[ModuleType | None, str]:
-    """(the module, "") or (None, why not)."""
+    """Return (the module, ""), or (None, the reason why it cannot be loaded)."""
     name, found = "moe_ext._runtime", path()
     if not torch.distributed.is_available():
         return None, "this torch is built without torch.distributed"

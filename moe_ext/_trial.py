@@ -1,4 +1,4 @@
-"""Trials of other libraries' kernels, whose results are compared with ours before they are used."""
+"""Trials of other libraries' kernels: results are compared with ours before a kernel is used."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def first_mistake(
     *,
     of: str = "",
 ) -> str:
-    """The first mistake in the results of a library, empty if there is none.
+    """Return a text about the first mistake in the results of a library; empty if there is none.
 
     Args:
-        run: gives the results.
-        exact: those of ours.
-        names: of the results, for the text.
-        most: relative error that is none.
-        of: what the results are of, behind their names.
+        run: function that computes the results.
+        exact: results of our own kernels.
+        names: names of the results, for the text.
+        most: largest relative error that is not a mistake.
+        of: words that follow the name of a result in the text.
     """
     try:
         found = run()

@@ -1,4 +1,4 @@
-"""Pictures of routing and pipelines (matplotlib), a writer for TensorBoard; both are optional.
+"""Pictures of routing and pipelines (matplotlib), and a writer for TensorBoard; both are optional.
 
 Shapes: L layers, N steps, T tokens, E experts, K top-k.
 """
@@ -27,7 +27,7 @@ MAX_COLUMNS = 400
 
 @contextlib.contextmanager
 def _installed(operation: str, package: str) -> Iterator[None]:
-    """An import of a package that may not be there."""
+    """Context for an import of a package that may not be installed."""
     try:
         yield
     except ImportError as error:
@@ -38,11 +38,11 @@ def _installed(operation: str, package: str) -> Iterator[None]:
 
 
 def summary_writer(folder: str | os.PathLike[str], **kwargs: Any) -> Any:
-    """A `torch.utils.tensorboard.SummaryWriter` for `moe_ext.nn.log_metrics`.
+    """Return a `torch.utils.tensorboard.SummaryWriter` for `moe_ext.nn.log_metrics`.
 
     Args:
-        folder: where the event files go.
-        **kwargs: handed on, `purge_step` say.
+        folder: folder of the event files.
+        **kwargs: passed on to the writer, such as `purge_step`.
 
     Raises:
         ImportError: TensorBoard is not installed.
@@ -53,14 +53,14 @@ def summary_writer(folder: str | os.PathLike[str], **kwargs: Any) -> Any:
 
 
 def _figure(operation: str, **kwargs: Any) -> Figure:
-    """A figure without pyplot: no window, no global state, any backend."""
+    """Return a figure without pyplot: no window, no global state, any backend."""
     with _installed(operation, "matplotlib"):
         from matplotlib.figure import Figure
     return Figure(layout="constrained", **kwargs)
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str], *, dpi: int = 120) -> None:
-    """Write a figure as PNG, in one step: a kill leaves the old picture or the new one."""
+    """Write a figure as PNG, in one step: a killed process leaves the old picture or the new."""
     with replacing(path) as file:
         figure.savefig(file, dpi=dpi, format="png")
 
@@ -78,26 +78,28 @@ def expert_load(
     steps: Sequence[int] | None = None,
     title: str = "Expert load",
 ) -> Figure:
-    """Draw how many tokens each expert got, over what it would get in balance.
+    """Draw how many tokens each expert got, relative to a balanced load.
 
-    White is balanced, red above, blue below; from twice the balanced load on the red is full.
+    A balanced load is white, a larger one red, a smaller one blue. From twice the balanced load on
+    the red is full.
 
     Args:
-        load: one forward pass as layers by experts: a model (`metrics` of its layers), a
+        load: one forward pass, drawn as layers by experts: a model (`metrics` of its layers), a
             `RoutingRecord` (added up over its passes), or a mapping of layer name to counts `[E]`.
-            Or a history as one panel a layer, steps by experts: a mapping of layer name to counts
-            `[N, E]`, or one tensor `[N, L, E]`. Counts may be tensors, arrays or lists; each row is
-            scaled by itself.
+            Or a history, drawn as a panel for each layer, steps by experts: a mapping of layer name
+            to counts `[N, E]`, or one tensor `[N, L, E]`. Counts may be tensors, arrays or lists;
+            each row is scaled by itself.
         path: PNG to write, None for none.
         steps: N step numbers of a history; 0 to N - 1 by default.
-        title: of the picture.
+        title: title of the picture.
 
     Returns:
         The figure.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: there is no layer, counts of another shape, or not a step number for each row.
+        ValueError: there is no layer, counts have another shape, or ``steps`` does not have a
+            number for each row.
     """
     counts = _counts_by_layer(load)
     dims = {value.dim() for value in counts.values()}
@@ -139,7 +141,7 @@ def _as_counts(value: Any) -> Tensor:
 
 
 def _relative(counts: Tensor) -> Tensor:
-    """Counts over those of a balanced load; 0 in a row without a token."""
+    """Divide counts by those of a balanced load. A row without a token stays 0."""
     return counts * counts.shape[-1] / counts.sum(dim=-1, keepdim=True).clamp(min=1)
 
 
@@ -153,7 +155,7 @@ _STYLE: dict[str, Any] = {
 
 
 def _draw_layers(load: dict[str, Tensor], title: str) -> Figure:
-    """Layers by experts in one panel; experts that a layer does not have stay grey."""
+    """Draw layers by experts in one panel; experts that a layer does not have stay grey."""
     rows = pad_sequence(list(load.values()), batch_first=True, padding_value=float("nan"))
     num_experts = rows.shape[1]
     size = (min(14.0, 3.5 + 0.28 * num_experts), 1.6 + 0.34 * len(load))
@@ -175,7 +177,7 @@ def _draw_layers(load: dict[str, Tensor], title: str) -> Figure:
 
 
 def _draw_history(load: dict[str, Tensor], steps: Sequence[int] | None, title: str) -> Figure:
-    """One panel a layer: expert by step."""
+    """Draw a panel for each layer: experts by steps."""
     lengths = {value.shape[0] for value in load.values()}
     steps = list(range(max(lengths))) if steps is None else list(steps)
     if lengths != {len(steps)}:
@@ -200,7 +202,7 @@ def _draw_history(load: dict[str, Tensor], steps: Sequence[int] | None, title: s
 
 
 def _mean_columns(load_NE: Tensor) -> Tensor:
-    """Average neighbouring steps, so that no picture has more columns than pixels."""
+    """Average neighbouring steps, so that a picture has at most `MAX_COLUMNS` columns."""
     if load_NE.shape[0] <= MAX_COLUMNS:
         return load_NE
     return torch.stack([part.mean(dim=0) for part in load_NE.tensor_split(MAX_COLUMNS)])
@@ -209,10 +211,10 @@ def _mean_columns(load_NE: Tensor) -> Tensor:
 def routing_flow_counts(
     record: RoutingRecord, first: str, second: str, *, step: int = 0, micro_batch: int = 0
 ) -> Tensor:
-    """Tokens that went to expert i of one layer and to expert j of another.
+    """Count the tokens that went to expert i of one layer and to expert j of another.
 
     Args:
-        record: of both layers, in the same forward pass.
+        record: record of both layers, in the same forward pass.
         first: name of a layer.
         second: name of a later layer.
         step: number of the step.
@@ -222,7 +224,8 @@ def routing_flow_counts(
         `[E_first, E_second]` int64; a token counts once for each pair of its choices.
 
     Raises:
-        ValueError: a layer is not on record in this pass, or they saw another number of tokens.
+        ValueError: a layer is not on record in this pass, or the layers saw different numbers of
+            tokens.
     """
     recorded = record.layers(step=step, micro_batch=micro_batch)
     for name in (first, second):
@@ -257,24 +260,25 @@ def routing_flow(
 ) -> Figure:
     """Draw where the tokens of each expert go in the next layer.
 
-    A column of bars a layer, one bar an expert, as tall as its load; a band between two bars is as
-    wide as the tokens that went to both experts, in the colour of the expert it comes from.
+    Each layer is a column of bars, with a bar for each expert, as tall as its load. A band between
+    two bars is as wide as the number of tokens that went to both experts. Its colour is that of the
+    expert that it comes from.
 
     Args:
-        record: of the layers, in one forward pass.
+        record: record of the layers, in one forward pass.
         path: PNG to write, None for none.
         step: number of the step.
         micro_batch: number of the forward pass.
-        layers: names, in order; all of the pass by default.
-        max_flows: between two layers the widest bands are drawn, at most so many.
-        title: of the picture.
+        layers: names of the layers, in order; all of the pass by default.
+        max_flows: largest number of bands between two layers. The widest ones are drawn.
+        title: title of the picture.
 
     Returns:
         The figure.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: fewer than two layers, or one that is not on record in this pass.
+        ValueError: there are fewer than two layers, or one is not on record in this pass.
     """
     names = list(layers or record.layers(step=step, micro_batch=micro_batch))
     if len(names) < 2:
@@ -292,7 +296,8 @@ def routing_flow(
     axes = figure.add_subplot()
     shares = [flow / flow.sum().clamp(min=1) for flow in flows]
     loads = [share.sum(dim=1) for share in shares] + [shares[-1].sum(dim=0)]
-    # Inner layers may mask other tokens on their two sides; their bars hold the larger.
+    # Layers may mask different tokens. The flows into and out of an inner layer then differ, and
+    # its bars have the larger of the two.
     for place in range(1, len(names) - 1):
         loads[place] = torch.maximum(loads[place], shares[place - 1].sum(dim=0))
     bars = [_stack(load) for load in loads]
@@ -314,7 +319,7 @@ _GAPS = 0.12
 
 
 def _stack(load_E: Tensor) -> tuple[Tensor, Tensor]:
-    """Heights and upper edges of the bars of a column, expert 0 on top, a part of it gaps."""
+    """Return heights and upper edges of a column's bars, expert 0 on top, with gaps between."""
     heights = load_E * (1 - _GAPS) / load_E.sum().clamp(min=1e-12)
     gap = _GAPS / max(1, load_E.shape[0] - 1)
     return heights, heights.cumsum(0) - heights + gap * torch.arange(load_E.shape[0])
@@ -343,7 +348,7 @@ def _draw_bars(
 def _draw_bands(
     axes: Any, place: int, share: Tensor, left_E: Tensor, right_E: Tensor, max_flows: int
 ) -> None:
-    """Bands leave a bar in the order of the experts they go to, and arrive in that they left."""
+    """Draw bands, stacked at both ends by the order of the experts at their other ends."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Curve
 
@@ -381,17 +386,18 @@ def pipeline_timeline(
     *,
     title: str = "",
 ) -> Figure:
-    """Draw what each rank of a pipeline computes when.
+    """Draw the times at which each rank of a pipeline runs its actions.
 
-    A panel for each timeline, a line for each rank, a box for each action with the number of its
-    micro-batch, and of its slice from the second on: forward blue; backward orange, or gradients of
-    inputs yellow and of weights green, as the legend says. A rank's second stage is darker than its
-    first. Parts that run at once stand above each other; what stays white is idle.
+    Each timeline is a panel, each rank a line, and each action a box with the number of its
+    micro-batch, and of its slice from the second one on. Forward passes are blue, and backward
+    passes orange. Gradients of inputs alone are yellow, and gradients of weights green, as the
+    legend says. A rank's second stage is darker than its first. Parts that run at once stand above
+    each other. Idle time stays white.
 
     Args:
-        timelines: what `moe_ext.pipeline.simulate` returns, or several by name.
+        timelines: a result of `moe_ext.pipeline.simulate`, or several by name.
         path: PNG to write, None for none.
-        title: of the picture.
+        title: title of the picture.
 
     Returns:
         The figure.
@@ -421,7 +427,7 @@ def pipeline_timeline(
 
 
 def _name_colors(figure: Figure, timelines: Sequence[Timeline]) -> None:
-    """A legend of what is drawn, above all panels."""
+    """Add a legend of the colours and numbers, above all panels."""
     from matplotlib.patches import Patch
 
     rows = [_parts(spans) for timeline in timelines for spans in timeline.spans]
@@ -436,7 +442,7 @@ def _name_colors(figure: Figure, timelines: Sequence[Timeline]) -> None:
 
 
 def _parts(spans: Iterable[Span]) -> list[Action]:
-    """Actions of some spans, each part of an overlap by itself."""
+    """Return the actions of some spans, with the parts of an overlap in its place."""
     return [part for span in spans for part in span.action.parts or (span.action,)]
 
 

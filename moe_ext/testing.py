@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from moe_ext._checks import check_choice, check_sizes
 
-# Modules that the process imports from which ranks are forked; read when the first ranks start.
+# Modules that the fork server imports, from which ranks are forked. The list is read when the first
+# ranks start.
 PRELOADED = ["moe_ext"]
 
 
@@ -38,7 +39,8 @@ def _rank_main(
     group_timeout: float,
 ) -> None:
     """Body of one rank: join the group, run, send (result, None) or (None, traceback)."""
-    # Modules imported before the fork stay shared: the collector neither reads nor copies them.
+    # The garbage collector leaves frozen objects alone. Memory of modules that were imported before
+    # the fork therefore stays shared between ranks.
     gc.freeze()
     torch.set_num_threads(1)
     try:
@@ -49,22 +51,25 @@ def _rank_main(
             world_size=world_size,
             timeout=datetime.timedelta(seconds=group_timeout),
         )
-        # A rank that ends before the others have joined would be one that fails to them.
+        # Without a barrier a rank could end before the others have joined, which they would take
+        # for a failure.
         dist.barrier()
-        # Not connection.send: its tensors stay in memory that this process serves, and it ends.
+        # `connection.send` is not used, because it leaves tensors in shared memory that this
+        # process serves, and this process ends.
         connection.send_bytes(pickle.dumps((function(rank, *args), None)))
     except BaseException:
         connection.send_bytes(pickle.dumps((None, traceback.format_exc())))
     finally:
         connection.close()
-    # Without the barrier of destroy_process_group: a rank may be missing on purpose.
+    # `destroy_process_group` is not called, because it waits for all ranks, and a test may let some
+    # of them die on purpose.
     os._exit(0)
 
 
 def _collect(
     connections: dict[int, Connection], processes: list[BaseProcess], deadline: float
 ) -> tuple[dict[int, Any], dict[int, str]]:
-    """Results and failures by rank, until every rank has spoken, ended, or run out of time."""
+    """Return results and failures by rank, once each rank has sent, ended, or run out of time."""
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     open_ranks = dict(connections)
@@ -100,27 +105,27 @@ def spawn_ranks(
     """Run `function(rank, *args)` in `world_size` processes that share a Gloo process group.
 
     Args:
-        function: a function of an importable module; its result must be picklable;
-            tensors come by value.
+        function: a function of an importable module. Its result must be picklable; tensors are
+            returned by value.
         world_size: number of ranks.
-        args: passed on to the function.
+        args: further arguments of the function.
         timeout: seconds after which ranks that still run are killed.
         group_timeout: timeout of the process group in seconds.
         store: "file", or "tcp" for a store that rank 0 hosts on 127.0.0.1.
-        may_die: ranks that may end without a result; theirs is None.
+        may_die: ranks that may end without a result; their result is None.
 
     Returns:
         The result of every rank, in rank order.
 
     Raises:
         ValueError: there are no ranks, or another store is named.
-        RuntimeError: a rank raised, ended or ran out of time; the message holds every rank's
+        RuntimeError: a rank raised, ended or ran out of time; the message has every rank's
             traceback.
     """
     check_sizes("spawn_ranks", world_size=world_size)
     check_choice("spawn_ranks", "store", store, ("file", "tcp"))
-    # Ranks are forked from a process that has imported torch and started no thread: a rank costs
-    # a tenth of a second, where a new interpreter takes three.
+    # Ranks are forked from a process that has imported torch and started no thread. A rank then
+    # takes a tenth of a second to start, and a new interpreter would take three seconds.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     processes: list[BaseProcess] = []
@@ -156,7 +161,10 @@ def spawn_ranks(
 
 
 def _free_port() -> int:
-    """A port below those that the system gives to connections, which would take it meanwhile."""
+    """Return a port below those that the system gives to connections.
+
+    A connection could otherwise take the port before rank 0 listens on it.
+    """
     while True:
         port = 20000 + secrets.randbelow(12000)
         with socket.socket() as listener, contextlib.suppress(OSError):

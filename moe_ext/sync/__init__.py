@@ -1,4 +1,4 @@
-"""Weights by deltas: send what changed of a model to rollout workers, replicas and files."""
+"""Sends changes of a model's weights to rollout workers, replicas and files."""
 
 from moe_ext.sync.encoder import DeltaEncoder
 from moe_ext.sync.exchange import sync_weights

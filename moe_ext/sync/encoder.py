@@ -1,4 +1,4 @@
-"""The sending end: what changed since the version that was sent last."""
+"""The sender: encodes the changes of tensors since the version that was sent last."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OP = "DeltaEncoder"
 
 @dataclass
 class _Sent:
-    """A tensor as it was sent last: its elements as integers."""
+    """A tensor as it was sent last, with its elements as integers of the same bits."""
 
     flat: Tensor
     dtype: str
@@ -34,22 +34,23 @@ class _Sent:
 
 
 class DeltaEncoder:
-    """Encodes what changed in a set of tensors since the version before.
+    """Encodes the changes in a set of tensors since the version before.
 
     Values are compared as bits and sent as they are, so that receivers hold the bits of the sender
-    after any number of updates. It keeps a copy of the tensors as they were sent last (of this
-    rank's part, for DTensors), on their device.
+    after any number of updates. The encoder keeps a copy of the tensors as they were sent last, on
+    their device. Of a DTensor it is that of this rank's part.
 
     Args:
-        state: the tensors by name, read anew by each `encode`, or the module whose state dict they
-            are. Names, shapes and dtypes stay.
-        history: updates kept for receivers that missed some.
-        xored: send the bits that differ in the place of values; helps zstd, not the plain size.
-        transform: makes the tensors that are sent of one of ``state``, such as `fp8_blocks`:
-            quantised first, then compared.
+        state: the tensors by name, or a module, for those of its state dict. Each `encode` reads
+            them anew. Names, shapes and dtypes must not change.
+        history: number of updates kept for receivers that missed some.
+        xored: send the bits that differ instead of values. Updates have the same plain size, but
+            zstd compresses them better.
+        transform: maps the name and value of a tensor in ``state`` to the tensors that are sent, by
+            name, as `fp8_blocks` does. Results of ``transform`` are compared, not its inputs.
 
     Raises:
-        TypeError: a value of ``state``, or what ``transform`` makes of it, is no dense real tensor.
+        TypeError: a value of ``state``, or a result of ``transform``, is not a dense real tensor.
         ValueError: ``transform`` gives a name twice.
 
     Reference: Yu et al., PULSE (arXiv 2602.03839).
@@ -91,10 +92,10 @@ class DeltaEncoder:
 
     @torch.no_grad()
     def encode(self) -> Update:
-        """The next version: all changes since the last one; reads every tensor once.
+        """Encode all changes since the last version as the next one; reads every tensor once.
 
         Returns:
-            Update: its version is one more than before, even where nothing changed.
+            Update: its version is one more than before, even if nothing changed.
 
         Raises:
             ValueError: a tensor came, went, or changed its shape or dtype; the version stays then.
@@ -128,18 +129,18 @@ class DeltaEncoder:
         return update
 
     def full(self) -> Update:
-        """All elements of the version that was sent last, for a receiver of any version."""
+        """Return all elements of the version that was sent last, for a receiver of any version."""
         return self._whole("full")
 
     def base(self) -> Update:
-        """The hashes of the version that was sent last, without elements.
+        """Return the hashes of the version that was sent last, without elements.
 
-        For a receiver that has loaded the same weights by itself, from the same checkpoint.
+        They serve a receiver that has loaded the same weights by itself, from the same checkpoint.
         """
         return self._whole("base")
 
     def since(self, version: int) -> list[Update]:
-        """The updates that bring a receiver of a version up to date; a full one if too old."""
+        """Return the updates since a version, or a full update if that version is too old."""
         missing = self.version - version
         if 0 <= missing <= len(self._history):
             return list(self._history)[len(self._history) - missing :]

@@ -1,4 +1,4 @@
-"""Updates over a process group."""
+"""Sends updates over a process group."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def sync_weights(
 ) -> int:
     """Bring all receivers of a group to the version of its encoders (collective).
 
-    Receivers that follow get the updates that they miss; where one joined late or missed more than
-    the encoders keep, all get a full one. Encoders call `encode` before.
+    Receivers get the updates that they miss. If one joined late, or missed more updates than the
+    encoders keep, all get a full update. Encoders call `encode` before.
 
     Args:
         end: this rank's encoder, if it is one of ``sources``, else its receiver.
-        group: encoders and receivers.
-        sources: ranks of the group with encoders, whose parts make up the tensors.
+        group: the ranks with encoders and receivers.
+        sources: ranks of the group with encoders. Their parts together make up the tensors.
 
     Returns:
         Bytes of the updates that were broadcast.
 
     Raises:
         TypeError: ``group`` is not a group of this rank.
-        ValueError: on all ranks: a rank has the wrong end, encoders are of different versions or
-            keep another number of updates, or a receiver refuses an update, which is then written
-            nowhere.
-        RankFailureError: a rank died or did not answer; the message names it. Each receiver is at
-            a whole version then, which its `version` tells: the one before the call, unless an
-            update of several had been written already.
+        ValueError: on all ranks: a rank has the wrong end; encoders are of different versions, or
+            keep different numbers of updates; or a receiver refuses an update, which is then
+            written nowhere.
+        RankFailureError: a rank died or did not answer; the message names it. Each receiver then
+            holds a whole version, which its `version` tells. It is the version before the call,
+            unless the first of several updates had been written already.
     """
     check_kind(_OP, "group", group, ProcessGroup, required=True)
     device, rank = small_message_device(group), group.rank()
@@ -84,8 +84,8 @@ def sync_weights(
             f"{_OP}: expected sources to keep as many updates as each other, got "
             f"{[len(own) for own in packets]}; give their encoders the same history"
         )
-    # An update is written once all receivers have found it right: then nothing fails any more, and
-    # a rank that raises has not written it.
+    # All receivers check an update before any of them writes it, and a write does not fail. A rank
+    # that raises has therefore not written it.
     for parts in zip(*packets, strict=True):
         write: Callable[[], None] | None = None
         with Agreement(f"{_OP}: apply", group) as agreement:

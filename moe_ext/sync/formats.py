@@ -1,4 +1,4 @@
-"""Updates in the forms of others: patches as vLLM takes them, safetensors, Hugging Face's names."""
+"""Converts updates for other libraries: vLLM's patches, safetensors, names of Hugging Face."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _FORMAT = "moe_ext patches 2"
 
 @dataclass(frozen=True)
 class WeightPatch:
-    """Elements of a tensor to be written, in the coordinates of a checkpoint.
+    """New values for elements of a tensor in a checkpoint.
 
-    The fields of vLLM's patches: name, full shape, dtype, flat indices and values.
+    The fields are those of vLLM's patches: name, full shape, dtype, flat indices and values.
 
     Attributes:
-        name: of the tensor.
-        shape: of the whole tensor.
-        dtype: of the tensor and its values.
-        indices: int32 `[n]`, or int64 where the tensor has 2^31 elements or more; None where the
-            values are all elements.
-        values: `[n]`.
+        name: name of the tensor.
+        shape: shape of the whole tensor.
+        dtype: dtype of the tensor and its values.
+        indices: flat indices `[n]`: int32, or int64 for a tensor of 2^31 elements or more. None if
+            the values are all elements.
+        values: the values at the indices, `[n]`.
     """
 
     name: str
@@ -48,11 +48,12 @@ class WeightPatch:
 
 
 def hugging_face_names(name: str, shape: tuple[int, ...]) -> Pieces:
-    """Names and shapes of the tensors that one of stacked experts is in a checkpoint, in order.
+    """Return names and shapes of the checkpoint's tensors for one of stacked experts, in order.
 
-    `...experts.gate_up_proj` `[E, 2F, D]` is, for each expert, `gate_proj.weight` and
-    `up_proj.weight` `[F, D]`; `...experts.down_proj` `[E, D, F]` is `down_proj.weight` `[D, F]`.
-    Factors of `fp8_blocks` follow, such as `gate_proj.weight_scale_inv`. Others keep their name.
+    `...experts.gate_up_proj` `[E, 2F, D]` becomes, for each expert, `gate_proj.weight` and
+    `up_proj.weight` `[F, D]`; `...experts.down_proj` `[E, D, F]` becomes `down_proj.weight`
+    `[D, F]`. Factors of `fp8_blocks` get names such as `gate_proj.weight_scale_inv`. Other tensors
+    keep their name.
     """
     found = _FUSED.match(name)
     if found is None or len(shape) != 3:
@@ -72,16 +73,16 @@ def hugging_face_names(name: str, shape: tuple[int, ...]) -> Pieces:
 def patches(
     update: Update, names: Callable[[str, tuple[int, ...]], Pieces] | None = None
 ) -> Iterator[WeightPatch]:
-    """The tensors that an update changes, as patches; those without a change are left out.
+    """Yield the changes of an update as patches. Tensors without a change are left out.
 
     Args:
         update: a delta with values, or a full update.
         names: maps the name and shape of a tensor to the names and shapes of the pieces that follow
-            each other in its memory, such as `hugging_face_names`.
+            each other in its memory, as `hugging_face_names` does.
 
     Raises:
-        ValueError: the update holds bits that differ and not values, or nothing but hashes; or
-            pieces of two tensors have one name.
+        ValueError: the update holds bits that differ, or only hashes, instead of values; or pieces
+            of two tensors have the same name.
     """
     if update.xored and update.kind == "delta" or update.kind == "base":
         raise ValueError(f"patches: expected an update with values, got {update.kind}, xored")
@@ -115,7 +116,7 @@ def patches(
 
 
 def _elements(entry: UpdateEntry, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Places in the flat whole, ascending, and values."""
+    """Return ascending places in the flattened whole tensor, and the values there."""
     if kind == "delta":
         like = torch.empty(0, dtype={1: torch.uint8}.get(dtype.itemsize, dtype))
         places, values = ops.delta_unpack(entry.payload, like, entry.region.numel)
@@ -131,15 +132,15 @@ def _elements(entry: UpdateEntry, kind: str, dtype: torch.dtype) -> tuple[Tensor
 
 
 def save_patches(path: str | os.PathLike[str], found: Sequence[WeightPatch], version: int) -> None:
-    """Write patches to a safetensors file; it appears as a whole or not at all.
+    """Write patches to a safetensors file, which appears as a whole or not at all.
 
-    Tensors are `<number>.values` and `<number>.indices` of each patch, in order, so that no names
-    meet; a name may have several patches, as of merged sources. The metadata holds names, shapes,
-    dtypes, the version, and a CRC-32 of all of it. A process that is killed leaves its unfinished
-    `<path>.<hex>.partial` behind, which nothing reads.
+    The tensors of each patch are `<number>.values` and `<number>.indices`, by its place in
+    ``found``. Several patches may therefore have one name, as those of merged sources do. The
+    metadata holds names, shapes, dtypes, the version, and a CRC-32 of all of it. A process that is
+    killed leaves its unfinished `<path>.<hex>.partial` behind, which nothing reads.
 
     Raises:
-        OSError: the file cannot be written, as on a full disk; an older one is still there.
+        OSError: the file cannot be written, as on a full disk. An older file is still there then.
         RuntimeError: the package safetensors is not installed.
     """
     _safetensors("save_patches")
@@ -156,7 +157,8 @@ def save_patches(path: str | os.PathLike[str], found: Sequence[WeightPatch], ver
             tensors[f"{number}.{part}"] = tensor.clone() if repeats else tensor.contiguous()
             places.add(tensor.data_ptr())
         about.append([patch.name, list(patch.shape), str(patch.dtype).removeprefix("torch.")])
-    text = json.dumps({"version": version, "patches": about}, default=int)  # of numpy
+    # `default` converts integers of NumPy.
+    text = json.dumps({"version": version, "patches": about}, default=int)
     metadata = {"format": _FORMAT, "table": text, "crc32": f"{_checksum(text, tensors):08x}"}
     try:
         with replacing(path) as file:
@@ -171,7 +173,7 @@ def load_patches(path: str | os.PathLike[str]) -> tuple[list[WeightPatch], int]:
     Raises:
         OSError: the file cannot be read.
         RuntimeError: the package safetensors is not installed.
-        ValueError: the file is cut, damaged, or not of `save_patches`.
+        ValueError: the file is cut, damaged, or was not written by `save_patches`.
     """
     _safetensors("load_patches")
     from safetensors import SafetensorError, safe_open
@@ -179,7 +181,8 @@ def load_patches(path: str | os.PathLike[str]) -> tuple[list[WeightPatch], int]:
     metadata: dict[str, str] = {}
     tensors: dict[str, Tensor] = {}
     read = None
-    # The package opens a file twice by its name: a writer may put the next version there between.
+    # safetensors opens the file twice by its name, and a writer may put the next version there in
+    # between. The file is then read again.
     while read is None or read != _identity(path):
         read, problem = _identity(path), None
         try:
@@ -216,7 +219,7 @@ def load_patches(path: str | os.PathLike[str]) -> tuple[list[WeightPatch], int]:
 
 
 def _identity(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """Tells a file from another that has taken its name."""
+    """Return numbers that differ between a file and another one that has taken its name."""
     found = os.stat(path)
     return found.st_ino, found.st_mtime_ns
 
@@ -239,13 +242,13 @@ def _safetensors(operation: str) -> None:
 
 
 def fp8_blocks(name: str, tensor: Tensor) -> Mapping[str, Tensor]:
-    """A weight as rollouts in fp8 hold it, for `DeltaEncoder(transform=)`.
+    """Quantise a weight to the fp8 form that rollouts hold, for `DeltaEncoder(transform=)`.
 
     Matrices `[..., M, N]` become `name` in float8_e4m3fn and `name_scale_inv`
-    `[..., ceil(M / 128), ceil(N / 128)]` in float32, the factors that give the weight back, one for
-    each block of 128 x 128, as in DeepSeek-V3's checkpoints. In `...experts.gate_up_proj`
-    `[E, 2F, D]` blocks begin anew at the ups, whose factors follow those of the gates. Other
-    tensors stay.
+    `[..., ceil(M / 128), ceil(N / 128)]` in float32. The latter are the factors that give the
+    weight back, one for each block of 128 x 128, as in DeepSeek-V3's checkpoints. In
+    `...experts.gate_up_proj` `[E, 2F, D]` no block has both gates and ups, and the factors of the
+    ups follow those of the gates. Other tensors stay as they are.
 
     Reference: DeepSeek-V3 (arXiv 2412.19437), section 3.3.2.
     """
@@ -261,7 +264,8 @@ def fp8_blocks(name: str, tensor: Tensor) -> Mapping[str, Tensor]:
     blocks = torch.nn.functional.pad(weight.float(), pad)
     blocks = blocks.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128))
     largest = blocks.abs().amax((-3, -1), keepdim=True)
-    smallest = torch.finfo(torch.float32).tiny  # a denormal quotient may be rounded to 0
+    # A denormal quotient may be rounded to 0, and blocks cannot be divided by 0.
+    smallest = torch.finfo(torch.float32).tiny
     scale = torch.where(largest > 0, (largest / _FP8_MAX).clamp_min(smallest), 1.0)
     codes = (blocks / scale).flatten(-4, -3).flatten(-2)[..., :rows, :columns]
     scale = scale.squeeze(-1).squeeze(-2)

@@ -1,4 +1,4 @@
-"""The receiving end: updates written in place, each checked as a whole before its first write."""
+"""The receiver: writes updates in place, each after a check of the whole update."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class DeltaReceiver:
     """Holds tensors at a version of a `DeltaEncoder`, and applies its updates in place.
 
     Args:
-        state: the tensors by name, which updates are written to, or the module whose state dict
-            they are. They may be sharded otherwise than the sender's, and may share memory.
+        state: the tensors by name to which updates are written, or a module, for those of its state
+            dict. They may be sharded otherwise than the sender's, and may share memory.
 
-    A delta takes time for what changed alone. Its elements are decoded, and its hashes compared
-    with those of the tensors here, before the first write. Tensors that someone else wrote to are
-    found by `verify`, which reads all of them. Both refuse where a tensor was replaced since, as by
-    `module.to(dtype)`.
+    The time of a delta depends on the number of changed elements alone. Before the first write, its
+    elements are decoded, and its hashes are compared with those of the tensors here. `verify` finds
+    tensors that someone else wrote to, and reads all elements for that. Both raise an error if a
+    tensor was replaced, as by `module.to(dtype)`.
 
     Raises:
         ValueError: a tensor is not contiguous.
@@ -50,11 +50,11 @@ class DeltaReceiver:
         self.version = -1
 
     def apply(self, update: Update | Tensor | bytes) -> None:
-        """Bring the tensors to the version of an update, all or none.
+        """Bring all tensors to the version of an update, or change none of them.
 
         Args:
-            update: the update or its bytes. The parts of several ranks come as one, by
-                `Update.merged`.
+            update: the update or its bytes. `Update.merged` makes one update from the parts of
+                several ranks.
 
         Raises:
             ValueError: the update is damaged, is of another encoder, or does not follow the version
@@ -69,7 +69,7 @@ class DeltaReceiver:
         """Check an update, and change nothing yet.
 
         Returns:
-            The function that writes it; nothing else may happen to the tensors before.
+            A function that writes the update. The tensors must not change before its call.
 
         Raises:
             ValueError: as `apply`.
@@ -116,8 +116,8 @@ class DeltaReceiver:
         """Compare all tensors with the version that is here; reads every element.
 
         Raises:
-            ValueError: no update has come yet; or a tensor is not what the updates made of it:
-                someone else wrote to it, or replaced it.
+            ValueError: no update has come yet; or a tensor differs from the result of the updates,
+                because someone else wrote to it or replaced it.
         """
         if self.version < 0:
             raise ValueError("DeltaReceiver.verify: expected an update to be here, got none yet")
@@ -134,7 +134,7 @@ class DeltaReceiver:
         return bits(self._tensors[name]).view(-1)
 
     def _check_places(self, operation: str) -> None:
-        """ValueError where the state has not the tensors any more that are written to."""
+        """Raise a ValueError if the state no longer holds the tensors that are written to."""
         found = tensors_of(self._state, operation)
         for name in sorted(found.keys() | self._places.keys()):
             now = _place(found[name]) if name in found else None
@@ -148,10 +148,10 @@ class DeltaReceiver:
     def _split_shared(
         self, entries: Mapping[str, Sequence[UpdateEntry]]
     ) -> tuple[set[str], dict[str, Tensor]]:
-        """Tensors in shared memory that the write of another one serves, and copies to write.
+        """Return names of tensors that need no write of their own, and copies of others to change.
 
-        Tied tensors that change alike are written once. Others are changed apart from each other,
-        and copied back once they are seen to agree.
+        Of tied tensors that change alike, only the first one is written. Other tensors that share
+        memory are changed in copies, which are copied back after a check that they agree.
         """
         repeated: set[str] = set()
         staged: dict[str, Tensor] = {}
@@ -169,7 +169,7 @@ class DeltaReceiver:
         return repeated, staged
 
     def _check_equal_memory(self, staged: Mapping[str, Tensor]) -> None:
-        """ValueError where staged tensors would write different bytes to one place."""
+        """Raise a ValueError if staged tensors would write different bytes to one place."""
         for names in self._shared:
             for one, other in itertools.combinations([n for n in names if n in staged], 2):
                 starts = [self._places[name][1] for name in (one, other)]
@@ -188,9 +188,9 @@ class DeltaReceiver:
     def _hash_after(
         self, update: Update, name: str, parts: Sequence[UpdateEntry], changes: Sequence[int]
     ) -> int:
-        """Hash of the part here after an update, compared with those of the senders.
+        """Return the hash of the part here after an update, compared with those of the senders.
 
-        A sender's part that lies here in pieces alone has no hash to compare with.
+        If only pieces of a sender's part lie here, there is no hash to compare with.
         """
         region, known = self._regions[name], self._hashes.get(name, 0)
         shares = [entry.region.overlap(region) for entry in parts]
@@ -219,14 +219,14 @@ class DeltaReceiver:
     def _change(
         self, update: Update, entry: UpdateEntry, staged: Tensor | None
     ) -> tuple[int, Callable[[], object]]:
-        """Hash of an entry's elements here, or the change of it, and the write."""
+        """Return the hash of an entry's elements here (of a delta, its change), and the write."""
         live = self._target(entry)
         is_direct = entry.region == self._regions[entry.name]
         change = self._direct if is_direct else self._moved
         try:
             return change(update, entry, live if staged is None else staged)
         except RuntimeError as error:
-            # A damaged payload.
+            # The payload is damaged.
             raise ValueError(f"{_OP}: {entry.name}: {error}") from None
 
     def _target(self, entry: UpdateEntry) -> Tensor:
@@ -243,7 +243,7 @@ class DeltaReceiver:
     def _direct(
         self, update: Update, entry: UpdateEntry, target: Tensor
     ) -> tuple[int, Callable[[], object]]:
-        """Hash of a part that is the same here, or the change of the hash, and the write."""
+        """Return the results of `_change` for an entry whose region is the part here."""
         if update.kind == "delta":
             change = hash_change(entry.name, target, entry.payload, entry.region, update.xored)
             apply = partial(ops.delta_apply_, target, entry.payload, xored=update.xored)
@@ -256,7 +256,7 @@ class DeltaReceiver:
     def _moved(
         self, update: Update, entry: UpdateEntry, target: Tensor
     ) -> tuple[int, Callable[[], object]]:
-        """Hash of a part that is cut otherwise here, or the change of the hash, and the write."""
+        """Return the results of `_change` for an entry that is cut otherwise than the part here."""
         if update.kind == "delta":
             like = target.new_empty(0, device="cpu")
             places, values = ops.delta_unpack(entry.payload, like, entry.region.numel)
@@ -279,13 +279,13 @@ class DeltaReceiver:
 
 
 def _place(tensor: Tensor) -> tuple[torch.device, int, torch.dtype, torch.Size]:
-    """Facts that change where a tensor is replaced."""
+    """Return facts of a tensor that change if another one replaces it."""
     local = bits(tensor)
     return local.device, local.data_ptr(), tensor.dtype, tensor.shape
 
 
 def _sharing(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Names of tensors that overlap in memory, in a list each."""
+    """Return lists of the names of tensors that overlap in memory."""
     spans = sorted(
         (str(local.device), local.data_ptr(), local.nbytes, name)
         for name, local in ((name, bits(tensor)) for name, tensor in tensors.items())
@@ -304,7 +304,7 @@ def _sharing(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 def _changes_alike(one: Sequence[UpdateEntry], other: Sequence[UpdateEntry]) -> bool:
-    """True if two tensors get the same elements at the same places."""
+    """Return True if two tensors get the same elements at the same places."""
     return len(one) == len(other) and all(
         a.region == b.region and torch.equal(a.payload, b.payload)
         for a, b in zip(one, other, strict=True)
@@ -312,7 +312,7 @@ def _changes_alike(one: Sequence[UpdateEntry], other: Sequence[UpdateEntry]) -> 
 
 
 def _elements(entry: UpdateEntry, target: Tensor) -> Tensor:
-    """The elements of a full update."""
+    """Return the elements of an entry of a full update."""
     if entry.payload.numel() != entry.region.numel * target.itemsize:
         raise ValueError(
             f"{_OP}: expected {entry.region.numel * target.itemsize} bytes of {entry.name}, got "

@@ -1,4 +1,4 @@
-"""The part of a tensor that a rank holds, by the runs of indices along each dimension."""
+"""Describes the part of a tensor that a rank holds, by runs of indices along each dimension."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from moe_ext.distributed.dtensor import is_dtensor
 
-Runs = tuple[tuple[int, int], ...]  # (first index, length) each, in the order in which they lie
+# (first index, length) of each run, in the order of their elements in the part.
+Runs = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Region:
 
     Attributes:
         whole: shape of the tensor.
-        runs: of each dimension, the indices that the part has.
+        runs: for each dimension, the runs of indices that the part has.
     """
 
     whole: tuple[int, ...]
@@ -29,7 +30,7 @@ class Region:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Region:
-        """The part that this rank holds: all of a plain tensor, the shard of a DTensor."""
+        """Return the part that this rank holds: all of a plain tensor, the shard of a DTensor."""
         whole = tuple(tensor.shape)
         indices = [torch.arange(size) for size in whole]
         if is_dtensor(tensor):
@@ -46,17 +47,18 @@ class Region:
                 if not placement.is_replicate():
                     ranks, rank = tensor.device_mesh.size(axis), coordinate[axis]
                     dim = placement.dim  # type: ignore[attr-defined]
-                    # FSDP2 cuts before what tensor parallelism has cut: each of those pieces.
+                    # The axis of FSDP2 comes before that of tensor parallelism, but FSDP2 cuts each
+                    # of the pieces that tensor parallelism has made.
                     pieces = indices[dim].chunk(getattr(placement, "split_factor", 1))
                     indices[dim] = torch.cat([_part(piece, ranks, rank) for piece in pieces])
         return cls(whole, tuple(_runs(kept) for kept in indices))
 
     @classmethod
     def parse(cls, whole: Sequence[int], runs: Sequence[Sequence[Sequence[int]]]) -> Region:
-        """The region of plain lists, checked.
+        """Return the region of the lists of `to_json`, after a check.
 
         Raises:
-            ValueError: the runs leave the tensor.
+            ValueError: a run does not lie inside the tensor.
         """
         found = cls(tuple(whole), tuple(tuple((a, n) for a, n in dim) for dim in runs))
         numbers = [*found.whole, *(number for dim in found.runs for run in dim for number in run)]
@@ -85,14 +87,14 @@ class Region:
 
     @property
     def start(self) -> int | None:
-        """Place of the first element in the flat whole; None where the part is not in one piece."""
+        """Place of the first element in the flattened whole; None if the part is not contiguous."""
         if not self.numel:
             return 0
         if any(len(dim) > 1 for dim in self.runs):
             return None
         for outer in range(len(self.whole) - 1, -1, -1):
             if self.shape[outer] != self.whole[outer]:
-                # Everything outside the cut dimension must be one index.
+                # Dimensions outside the cut one must have a single index in a contiguous part.
                 if any(n != 1 for n in self.shape[:outer]):
                     return None
                 break
@@ -109,7 +111,7 @@ class Region:
         )
 
     def to_whole(self, places: Tensor) -> Tensor:
-        """Places in the flat whole of places in the flat part."""
+        """Convert places in the flattened part to places in the flattened whole."""
         start = self.start
         if start is not None:
             return places + start
@@ -122,7 +124,7 @@ class Region:
         return found
 
     def from_whole(self, places: Tensor) -> Tensor:
-        """Places in the flat part of places in the flat whole; -1 where the part has none."""
+        """Convert places in the flattened whole to places in the flattened part; -1 outside it."""
         found, inner = torch.zeros_like(places), 1
         outside = torch.zeros_like(places, dtype=torch.bool)
         dims = list(zip(self.whole, self.shape, self.runs, strict=True))
@@ -139,12 +141,12 @@ class Region:
         return found.masked_fill_(outside, -1)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain lists for `parse`."""
+        """Return plain lists for `parse`."""
         return {"whole": list(self.whole), "runs": [list(map(list, dim)) for dim in self.runs]}
 
 
 def _part(indices: Tensor, ranks: int, rank: int) -> Tensor:
-    """The part that a rank has, cut as `torch.chunk` does."""
+    """Return the part of a rank, cut as `torch.chunk` does."""
     size = -(-indices.numel() // ranks)
     return indices[size * rank : size * (rank + 1)]
 

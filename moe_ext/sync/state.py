@@ -1,4 +1,4 @@
-"""The tensors of a model that travel, as bits."""
+"""Finds the tensors of a model that are sent, and hashes their bits."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _STRIDE = 0x9E3779B97F4A7C15
 
 
 def tensors_of(state: State, operation: str) -> dict[str, Tensor]:
-    """Tensors by name; of a module, those of its state dict, by their names without wrappers.
+    """Return tensors by name; for a module, those of its state dict, by names without wrappers.
 
     Raises:
-        TypeError: a value is no dense real tensor that has memory.
+        TypeError: a value is not a dense real tensor that has memory.
     """
     if isinstance(state, nn.Module):
         named = inner_model(state).state_dict()
@@ -48,18 +48,18 @@ def _is_plain(value: object) -> bool:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """This rank's part as integers that share its memory, if it is contiguous."""
+    """Return this rank's part as integers of the same size, which share its memory."""
     local = local_part(tensor.detach())
     return local.view(_SIZED[local.itemsize]) if local.itemsize in _SIZED else local
 
 
 def _seed_of(name: str) -> int:
-    """The seed under which elements of a tensor are hashed."""
+    """Return the seed with which elements of a tensor are hashed."""
     return as_signed(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big"))
 
 
 def hash_of(name: str, flat: Tensor, region: Region) -> int:
-    """Hash of a part of a tensor, by places in the whole: those of all parts add up to its own."""
+    """Return the hash of a part of a tensor. Hashes of all parts add up to that of the whole."""
     start = region.start
     if start is not None:
         return ops.delta_hash(flat, as_signed(_seed_of(name) + start * _STRIDE))
@@ -67,12 +67,12 @@ def hash_of(name: str, flat: Tensor, region: Region) -> int:
 
 
 def hash_at(name: str, values: Tensor, places: Tensor) -> int:
-    """Hash of elements at places in the whole."""
+    """Return the hash of elements at places in the whole."""
     return ops.delta_hash(values.contiguous(), _seed_of(name), places.contiguous())
 
 
 def hash_change(name: str, flat: Tensor, payload: Tensor, region: Region, xored: bool) -> int:
-    """The number that a payload would add to `hash_of`."""
+    """Return the number that a payload would add to `hash_of`."""
     start = region.start
     if start is not None:
         seed = as_signed(_seed_of(name) + start * _STRIDE)

@@ -36,12 +36,13 @@ class UpdateEntry:
     """One tensor of an update.
 
     Attributes:
-        name: in the state dict.
-        dtype: such as "bfloat16".
+        name: name in the state dict.
+        dtype: name of the dtype, such as "bfloat16".
         region: the part of the tensor.
-        payload: uint8; of `moe_ext.ops.delta_encode` in a delta, the elements in a full update.
-        before: hash of the region that a delta changes.
-        after: hash of the region once the update is there.
+        payload: uint8: result of `moe_ext.ops.delta_encode` in a delta, all elements in a full
+            update.
+        before: hash of the region before a delta.
+        after: hash of the region after the update.
     """
 
     name: str
@@ -53,7 +54,7 @@ class UpdateEntry:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype itself."""
+        """The `torch.dtype` of that name."""
         found = getattr(torch, self.dtype, None)
         if not isinstance(found, torch.dtype):
             raise ValueError(f"Update: expected a dtype of torch, got {self.dtype!r}")
@@ -65,12 +66,12 @@ class Update:
     """Changes from one version of a set of tensors to another.
 
     Attributes:
-        kind: "delta" changes `base_version`; "full" holds all elements; "base" holds none, and says
-            what a receiver that loaded the same weights by itself starts from.
-        chain: identity of the encoder; of several, their identities joined by "+".
-        base_version: version that it applies to; -1 if any.
-        version: version that it makes.
-        xored: a delta holds the bits that differ in the place of values.
+        kind: "delta" changes `base_version`, and "full" holds all elements. "base" holds only
+            hashes, for a receiver that loaded the same weights by itself.
+        chain: identity of the encoder; for several encoders, their identities joined by "+".
+        base_version: version to which the update applies; -1 for any.
+        version: version that the update makes.
+        xored: True if a delta holds the bits that differ instead of values.
         entries: the tensors.
     """
 
@@ -87,11 +88,11 @@ class Update:
         return sum(entry.payload.numel() for entry in self.entries)
 
     def to_bytes(self, *, compression: Literal["zstd"] | None = None) -> Tensor:
-        """The update as one uint8 tensor on the CPU.
+        """Return the update as one uint8 tensor on the CPU.
 
         Raises:
             RuntimeError: zstd was asked for, and the package zstandard is not installed.
-            ValueError: another compression.
+            ValueError: compression is neither None nor "zstd".
         """
         check_choice("Update.to_bytes", "compression", compression, (None, "zstd"))
         parts = [entry.payload for entry in self.entries]
@@ -121,7 +122,7 @@ class Update:
 
     @classmethod
     def from_bytes(cls, data: Tensor | bytes) -> Update:
-        """The update of `to_bytes`; payloads are checked when they are applied.
+        """Return the update of `to_bytes`. Payloads are checked when they are applied.
 
         Raises:
             ValueError: the bytes are cut, damaged, or of a later format.
@@ -169,7 +170,7 @@ class Update:
         return cls(kind, str(table["chain"]), base, version, bool(table["xored"]), tuple(entries))
 
     def __post_init__(self) -> None:
-        """ValueError where two entries hold the same elements."""
+        """Raise a ValueError if two entries hold the same elements."""
         regions: dict[str, list[Region]] = {}
         for entry in self.entries:
             regions.setdefault(entry.name, []).append(entry.region)
@@ -181,13 +182,13 @@ class Update:
                 )
 
     def merged(self, *others: Update) -> Update:
-        """One update of the parts that several ranks encoded at the same version.
+        """Return one update of the parts that several ranks encoded at the same version.
 
         A part that several of them hold, such as a tensor that is not sharded, is taken once.
 
         Raises:
-            ValueError: the updates are not of one kind and version; they differ in a part that
-                several hold, by its hashes; or their parts overlap otherwise.
+            ValueError: the updates are not of one kind and version; they have different hashes of a
+                part that several hold; or parts overlap that are not equal.
         """
         updates = (self, *others)
         for other in others:
@@ -216,7 +217,7 @@ def _overlap(parts: Sequence[Region]) -> bool:
     spans = [(start, start + p.numel) for p in parts if (start := p.start) is not None and p.numel]
     if len(spans) < sum(part.numel > 0 for part in parts):
         return any(one.overlap(other) for one, other in itertools.combinations(parts, 2))
-    # Each in one piece: to compare neighbours is enough.
+    # All parts are contiguous. If any of them overlap, two neighbours in the sorted order do.
     return any(end > start for (_, end), (start, _) in itertools.pairwise(sorted(spans)))
 
 
@@ -228,14 +229,15 @@ def _crc(*parts: bytes | bytearray) -> int:
 
 
 def _whole(value: Any) -> int:
-    # JSON has 1e999 and true, which int() takes or fails on.
+    # JSON may hold true, which `int` would accept, and 1e999, for which `int` would raise an
+    # OverflowError.
     if type(value) is int and -(2**63) <= value < 2**63:
         return value
     raise ValueError(f"expected whole numbers of 64 bits in the table, got {value!r}")
 
 
 def _decompressed(stored: bytes, num_bytes: int) -> bytes:
-    """The bytes of a zstd frame; refused before memory is taken if it says another size."""
+    """Return the content of a zstd frame; refuse another size before memory is taken for it."""
     zstd = _zstd()
     try:
         if zstd.frame_content_size(stored) != num_bytes:
