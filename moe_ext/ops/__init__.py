@@ -14,7 +14,7 @@ _library.load()
 
 import moe_ext.ops.flops  # noqa: F401
 
-# A type checker takes names that stand for themselves for public ones.
+# `import name as name` marks a name as public for type checkers.
 from moe_ext.ops.activation import activation as activation
 from moe_ext.ops.activation import gated_activation as gated_activation
 from moe_ext.ops.adam import adam_step_ as adam_step_

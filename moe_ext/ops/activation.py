@@ -20,26 +20,26 @@ def gated_activation(
     slot_weights: Tensor | None = None,
     slot_of_row: Tensor | None = None,
 ) -> Tensor:
-    r"""Activates one half of the columns and multiplies it with the other, and with a weight.
+    r"""Activates one half of the columns, and multiplies it by the other half and by a weight.
 
     .. math:: y_r = w_{s(r)} \, f(\mathrm{gate}_r) \cdot \mathrm{up}_r
 
-    Without weights, w = 1. With them, a linear map of y needs no weighted sum behind it: the
-    gradient of a weight comes from x and the gradient of y alone, and nothing behind y is kept.
-    Arithmetic is in float32 (float64 for float64), rounded once. Only x, and the weights, are kept
-    for the backward pass.
+    Without weights, w = 1. With weights, a linear map of y needs no weighted sum after it. The
+    gradient of a weight comes from x and the gradient of y alone, so that nothing after y has to be
+    kept. Arithmetic is in float32 (float64 for float64), rounded once. Only x and the weights are
+    kept for the backward pass.
 
     Args:
         x (Tensor[..., 2F]): float32, float64, bfloat16 or float16, any strides; `[N, 2F]` with
             weights.
-        kind (str): f: ``"swiglu"`` silu, ``"geglu"`` gelu by erf, ``"geglu_tanh"`` gelu by tanh,
-            ``"reglu"`` relu.
+        kind (str): the function f: silu for ``"swiglu"``, gelu by erf for ``"geglu"``, gelu by tanh
+            for ``"geglu_tanh"``, relu for ``"reglu"``.
         layout (str): ``"concatenated"``: columns [0, F) are the gate and [F, 2F) the up projection;
             ``"interleaved"``: even columns are the gate and odd ones the up projection.
         slot_weights (Tensor): weight of each slot, any shape and floating dtype, such as the
             `topk_weights` of a gate.
-        slot_of_row (Tensor[N]): int64, slot of each row, as in `Permutation`; at most one row a
-            slot. A row of slot -1 becomes zero.
+        slot_of_row (Tensor[N]): int64, slot of each row, as in `Permutation`; at most one row for
+            each slot. A row of slot -1 becomes zero.
 
     Returns:
         Tensor[..., F]: in the dtype of x. Differentiable once, in x and in the weights. NaN and

@@ -21,7 +21,7 @@ def adam_step_(
     copy: Tensor | None = None,
     follow_copy: bool = False,
 ) -> None:
-    r"""Takes a step of AdamW in place, and writes the parameters rounded to 16 bits beside it.
+    r"""Takes a step of AdamW in place, and writes a copy of the parameters in 16 bits.
 
     .. math::
         g = s\,grad,\quad m \leftarrow m + (1 - \beta_1)(g - m),\quad
@@ -29,8 +29,9 @@ def adam_step_(
         w \leftarrow (1 - \gamma\lambda) w
         - \frac{\gamma}{1 - \beta_1^t}\, \frac{m}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
 
-    Everything is computed in float32. It is for parameters that are kept on the CPU while a device
-    computes with their copy (ZeRO-Offload): on CUDA there is ``torch.optim.AdamW(fused=True)``.
+    Everything is computed in float32. The step is for parameters that are kept on the CPU while a
+    device computes with their copy (ZeRO-Offload). For parameters on CUDA there is
+    ``torch.optim.AdamW(fused=True)``.
 
     Args:
         param (Tensor): w, float32 on the CPU, contiguous, of any shape; changed.
@@ -44,8 +45,8 @@ def adam_step_(
         weight_decay: :math:`\lambda`, decoupled from the moments.
         grad_scale: s, such as that of clipping, or the inverse of a loss scale.
         copy (Tensor, optional): bfloat16 or float16, overwritten by the new w.
-        follow_copy: the step begins at the elements of ``copy`` that are not those of w, rounded:
-            somebody has written them. False does not read it.
+        follow_copy: begin the step at an element of ``copy`` where that is not the rounded w,
+            because somebody has written it. If False, ``copy`` is not read.
 
     Raises:
         RuntimeError: an argument has the wrong device, dtype, size or memory; nothing has changed

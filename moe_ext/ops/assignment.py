@@ -19,22 +19,22 @@ def expert_choice_gate(
     r"""Each expert takes the ``capacity`` tokens that score it highest.
 
     With :math:`p_t = \mathrm{softmax}(x_t)` over the experts, expert e takes the real tokens with
-    the largest :math:`p_{t,e}`, equal ones in the order of the tokens. It takes all of them where
+    the largest :math:`p_{t,e}`, equal ones in the order of the tokens. It takes all of them if
     there are no more than ``capacity``. A token may have no expert or several. Its weights are
     :math:`p_{t,e}`.
 
-    The choice for a token depends on every other token, those behind it included: it does not fit
-    autoregressive decoding.
+    The choice for a token depends on every other token, later ones included. It therefore does not
+    fit autoregressive decoding.
 
     Args:
         logits_TE (Tensor[T, E]): float32, float64, bfloat16 or float16. Arithmetic is in float32,
             in float64 for float64.
         capacity (int): tokens that an expert takes, >= 1.
-        token_mask (Tensor[T]): bool, True for a real token. The logits of the others are not looked
-            at: no expert takes them, and they get zero gradient.
+        token_mask (Tensor[T]): bool, True for a real token. No expert takes the other tokens. Their
+            logits are not looked at, and get zero gradient.
 
     Returns:
-        GateOutput: with K = E columns: ``topk_idx[t, e]`` is e where expert e takes token t and -1
+        GateOutput: with K = E columns. ``topk_idx[t, e]`` is e where expert e takes token t and -1
         elsewhere, ``topk_weights[t, e]`` is the weight or 0, ``num_tokens_per_expert`` is the same
         for all experts. Differentiable in ``logits_TE`` through ``topk_weights`` and ``score_sum``.
 
@@ -78,8 +78,8 @@ def sinkhorn_gate(
 ) -> GateOutput:
     r"""Chooses ``top_k`` experts from logits that Sinkhorn's algorithm has balanced.
 
-    Rows and columns of :math:`C_{t,e} = e^{x_{t,e}}` are scaled in turn so that each token's sum to
-    1/T and each expert's to 1/E,
+    Rows and columns of :math:`C_{t,e} = e^{x_{t,e}}` are scaled in turn so that each token's
+    numbers sum to 1/T and each expert's to 1/E,
 
     .. math::
         r_t \leftarrow \frac{1}{T \sum_e c_e C_{t,e}}, \qquad
@@ -87,11 +87,11 @@ def sinkhorn_gate(
 
     from :math:`c = 1`, until the mean change of c is at most ``tolerance`` or after ``num_iters``
     rounds. A token takes the experts with the largest :math:`r_t C_{t,e} c_e`, compared as
-    :math:`x_{t,e} + \log c_e`; ties go to the lower expert. This is the function of Megatron-LM up
-    to rounding, with rows divided by their largest number first so that no logit overflows, and a
-    bound on the number of rounds.
+    :math:`x_{t,e} + \log c_e`; ties go to the lower expert. Up to rounding, this is the function of
+    Megatron-LM with two additions. Rows are divided by their largest number first, so that no logit
+    overflows, and the number of rounds has a bound.
 
-    Weights are those of the original logits and not renormalised: :math:`\sigma(x)` for
+    Weights are those of the original logits, without renormalisation: :math:`\sigma(x)` for
     ``top_k == 1`` and :math:`\mathrm{softmax}(x)` over all experts otherwise. The choice has no
     gradient.
 
@@ -99,10 +99,10 @@ def sinkhorn_gate(
         logits_TE (Tensor[T, E]): float32, float64, bfloat16 or float16. Arithmetic is in float32,
             in float64 for float64.
         top_k (int): experts a token goes to, in [1, E].
-        num_iters (int): the most rounds, >= 1.
-        tolerance (float): mean absolute change of c to stop at, >= 0.
-        token_mask (Tensor[T]): bool, True for a real token. The others take no part: they get
-            ``topk_idx`` -1 and weight 0, and T is the number of real ones.
+        num_iters (int): largest number of rounds, >= 1.
+        tolerance (float): mean absolute change of c at which the rounds end, >= 0.
+        token_mask (Tensor[T]): bool, True for a real token. The other tokens get ``topk_idx`` -1
+            and weight 0, and T is the number of real tokens.
 
     Returns:
         GateOutput: as `topk_gate` with ``renormalize=False`` gives it, for ``score_fn`` "sigmoid"
@@ -113,7 +113,7 @@ def sinkhorn_gate(
             token's logit is NaN or +inf, or fewer than ``top_k`` are above -inf.
 
     Deterministic, with the same bits for any number of threads. Does not synchronise the device: on
-    CUDA ``num_iters`` rounds are launched, and those after the last needed one return at once.
+    CUDA ``num_iters`` rounds are launched, and rounds that are not needed return at once.
 
     Reference: Clark et al., Unified Scaling Laws for Routed Language Models, 2022 (arXiv
     2202.01169), section 3.1 (S-BASE).
@@ -131,20 +131,20 @@ def _(logits: Tensor, *_rest: Any) -> Tensor:
 
 
 def balanced_assignment(scores_TE: Tensor, *, token_mask: Tensor | None = None) -> Tensor:
-    r"""Gives every expert its even share of the tokens, so that the sum of scores is largest.
+    r"""Gives every expert an even share of the tokens, with the largest sum of scores.
 
     Maximises :math:`\sum_t s_{t, e(t)}` over all assignments in which each expert has
-    :math:`\lfloor T/E \rfloor` or :math:`\lceil T/E \rceil` of the T real tokens; which of them
-    have one more is part of the choice.
+    :math:`\lfloor T/E \rfloor` or :math:`\lceil T/E \rceil` of the T real tokens. The assignment
+    also decides which experts have one more.
 
-    Solved by an auction with falling eps over scores rounded to a step of :math:`2^{-24}` of their
-    range R: the sum is within :math:`2^{-23} T R` of the best. Equal scores make it slower, not
-    wrong.
+    The problem is solved by an auction with falling eps. Scores are rounded to a step of
+    :math:`2^{-24}` of their range R, so that the sum is within :math:`2^{-23} T R` of the best.
+    Equal scores make the auction slower, but the result stays right.
 
     Args:
         scores_TE (Tensor[T, E]): float32, float64, bfloat16 or float16; not differentiated.
-        token_mask (Tensor[T]): bool, True for a real token; the scores of the others are not looked
-            at.
+        token_mask (Tensor[T]): bool, True for a real token; the scores of other tokens are not
+            looked at.
 
     Returns:
         Tensor[T]: int64 expert of each token, -1 for a masked one.
@@ -191,15 +191,15 @@ def sequence_load(
     r"""Sums the scores and counts the choices of each sequence, for `sequence_balance_loss`.
 
     Tokens are B sequences of T / B tokens, one after the other. The score of an expert is
-    :math:`\mathrm{softmax}(x)_e`, or :math:`s_e / \sum_j s_j` with the :math:`s` of `topk_gate`:
-    those of ``GateOutput.score_sum``, which is the sum over the sequences.
+    :math:`\mathrm{softmax}(x)_e`, or :math:`s_e / \sum_j s_j` with the :math:`s` of `topk_gate`.
+    ``GateOutput.score_sum`` is the sum of these scores over all sequences.
 
     Args:
         logits_TE (Tensor[T, E]): float32, float64, bfloat16 or float16.
         topk_idx_TK (Tensor[T, K]): int64 choices, -1 for none.
         num_sequences (int): B, a divisor of T; 0 only without tokens.
         score_fn (str): ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``.
-        token_mask (Tensor[T]): bool, True for a real token; the others count nowhere.
+        token_mask (Tensor[T]): bool, True for a real token; other tokens are not counted.
 
     Returns:
         SequenceLoad: the sums are differentiable in the logits.
@@ -240,10 +240,10 @@ register_fake_like("moe_ext::_sequence_load_backward", 1)
 def sequence_balance_loss(
     score_sum_BE: Tensor, num_tokens_per_expert_BE: Tensor, top_k: int
 ) -> Tensor:
-    r"""`load_balance_loss` of each sequence by itself, averaged: 1.0 when every one is balanced.
+    r"""Averages the `load_balance_loss` of each sequence: 1.0 if every sequence is balanced.
 
-    The mean is over the sequences with a choice, and 0 where there is none. DeepSeek-V3's loss is
-    this times its coefficient alpha.
+    The mean is over the sequences with a choice, and 0 if there is none. DeepSeek-V3's loss is this
+    mean times its coefficient alpha.
 
     Args:
         score_sum_BE (Tensor[B, E]): ``SequenceLoad.score_sum``.

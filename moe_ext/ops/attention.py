@@ -43,8 +43,9 @@ def attention_block(
         s_{ij} = c \tanh(\text{scale}\, q_i \cdot k_j / c) - \text{slope}_h |i - j| + b_{ij}, \quad
         lse_i = \log \sum_j e^{s_{ij}}, \quad out_i = \sum_j e^{s_{ij} - lse_i} v_j
 
-    over the keys that the query sees: every mask is a rule about global positions, so blocks may be
-    cut anywhere and in any order, and `merge_attention` of theirs gives the whole.
+    over the keys that the query sees. Every mask is a rule about global positions. Blocks may
+    therefore be cut anywhere and in any order, and `merge_attention` of their results gives the
+    attention over all keys.
 
     Args:
         q_BHQD (Tensor[B, H, Sq, Dk]): float32, float64, bfloat16 or float16, any strides.
@@ -52,30 +53,30 @@ def attention_block(
         v_BGKD (Tensor[B, Hkv, Sk, Dv]): Dv may differ from Dk.
         q_positions_Q (Tensor[Sq]): int64, global positions in [0, 2^31 - 2), in any order.
         k_positions_K (Tensor[Sk]): the same for the keys.
-        scale (float): of the products; 1 / sqrt(Dk) by default.
+        scale (float): factor of the products; 1 / sqrt(Dk) by default.
         causal (bool): a query sees no key of a larger position.
         window_left (int): a query sees keys back to i - window_left; -1 for no limit.
         window_right (int): a query sees keys up to i + window_right; -1 for no limit.
-        q_documents (Tensor[Sq]): int64, a document's number for each query, as `document_ids`
-            gives it; a query sees keys of its own document alone.
+        q_documents (Tensor[Sq]): int64, the number of each query's document, as `document_ids`
+            gives it. A query sees only keys of its own document.
         k_documents (Tensor[Sk]): the same for the keys; given with q_documents or not at all.
         key_mask (Tensor[B, Sk]): bool, True for keys that may be seen.
         alibi_slopes (Tensor[H]): any floating dtype; not differentiable.
         bias (Tensor[B or 1, H or 1, Sq, Sk]): b, any floating dtype; -inf hides a key. Its gradient
             takes memory of [B, H, Sq, Sk] in the dtype of the results.
         softcap (float): c; 0 for none.
-        dropout_p (float): in [0, 1). A number of the softmax becomes 0, or is divided by 1 - p; by
-            seed, b, h, i and j alone, so the choice does not depend on how a sequence is cut. The
-            LSE is that without dropout.
+        dropout_p (float): probability p in [0, 1) that a number of the softmax becomes 0; other
+            numbers are divided by 1 - p. The choice depends on seed, b, h, i and j alone, and not
+            on how a sequence is cut. The LSE is that without dropout.
         seed (int or Tensor[1]): int64, on the device of q; needed with dropout.
         batch_offset (int): number of this block's first sequence in the batch; for dropout alone.
         head_offset (int): number of this block's first head; for dropout alone.
 
     Returns:
         (out, lse) (Tensor[B, H, Sq, Dv], Tensor[B, H, Sq]): float32, or float64 for float64 inputs.
-        A query that sees no key has out 0, lse -inf and no gradient. Differentiable once, both
-        results, with respect to q, k, v and bias; gradients are summed in the dtype of the results
-        and rounded once. The inputs and the results are saved, never the scores.
+        A query that sees no key has out 0, lse -inf and no gradient. Both results are
+        differentiable once, with respect to q, k, v and bias. Gradients are summed in the dtype of
+        the results and rounded once. The inputs and the results are saved, never the scores.
 
     Raises:
         RuntimeError: an argument has the wrong device, dtype, shape or value.
@@ -133,16 +134,16 @@ def attention_block_(
     """Adds a block of keys to a result, in place: `merge_attention` without a second output.
 
     Args:
-        out_BHQD (Tensor[B, H, Sq, Dv]): float32 (float64 for float64 inputs), contiguous; what the
-            queries have gathered so far.
-        lse_BHQ (Tensor[B, H, Sq]): as out; -inf where nothing has been gathered, and the row of out
-            is not read then.
-        q_BHQD (Tensor[B, H, Sq, Dk]): this and all others as `attention_block`.
+        out_BHQD (Tensor[B, H, Sq, Dv]): float32 (float64 for float64 inputs), contiguous; the
+            output over the keys so far.
+        lse_BHQ (Tensor[B, H, Sq]): as out; the LSE over the keys so far. It is -inf for a query
+            that has seen no key, whose row of out is not read.
+        q_BHQD (Tensor[B, H, Sq, Dk]): this and all other arguments as in `attention_block`.
         k_BGKD (Tensor[B, Hkv, Sk, Dk]): keys.
         v_BGKD (Tensor[B, Hkv, Sk, Dv]): values.
         q_positions_Q (Tensor[Sq]): global positions of the queries.
         k_positions_K (Tensor[Sk]): global positions of the keys.
-        scale (float): of the products.
+        scale (float): factor of the products.
         causal (bool): no key of a larger position is seen.
         window_left (int): positions seen to the left, or -1.
         window_right (int): positions seen to the right, or -1.
@@ -160,7 +161,8 @@ def attention_block_(
     Raises:
         RuntimeError: an argument has the wrong device, dtype, shape or value; nothing has changed.
 
-    Not differentiable: for a formula that has its own backward pass by `attention_block_backward`.
+    Not differentiable. It is for functions that make a backward pass of their own by
+    `attention_block_backward`.
     Deterministic, with the same bits for any number of threads; does not synchronise the device.
     """
     options = _options(
@@ -212,19 +214,19 @@ def attention_block_backward(
     head_offset: int = 0,
     needs_grad_bias: bool = True,
 ) -> tuple[Tensor, ...]:
-    """This block's share of the gradients of a result that was merged from blocks.
+    """Computes a block's share of the gradients of a result that was merged from blocks.
 
     Args:
         grad_out_BHQD (Tensor[B, H, Sq, Dv]): float32 (float64 for float64 inputs), gradient of the
             merged output.
         lse_BHQ (Tensor[B, H, Sq]): the merged LSE.
         delta_BHQ (Tensor[B, H, Sq]): `attention_delta` of the merged output.
-        q_BHQD (Tensor[B, H, Sq, Dk]): this and all others as `attention_block`.
+        q_BHQD (Tensor[B, H, Sq, Dk]): this and all other arguments as in `attention_block`.
         k_BGKD (Tensor[B, Hkv, Sk, Dk]): keys.
         v_BGKD (Tensor[B, Hkv, Sk, Dv]): values.
         q_positions_Q (Tensor[Sq]): global positions of the queries.
         k_positions_K (Tensor[Sk]): global positions of the keys.
-        scale (float): of the products.
+        scale (float): factor of the products.
         causal (bool): no key of a larger position is seen.
         window_left (int): positions seen to the left, or -1.
         window_right (int): positions seen to the right, or -1.
@@ -241,9 +243,9 @@ def attention_block_backward(
         needs_grad_bias (bool): False to leave out the gradient of the bias.
 
     Returns:
-        (grad_q, grad_k, grad_v): of the shapes of q, k and v, float32, or float64 for float64
-        inputs: the sums over blocks are taken before anything is rounded. With a bias whose
-        gradient is needed a fourth, of the shape of the bias.
+        (grad_q, grad_k, grad_v): of the shapes of q, k and v; float32, or float64 for float64
+        inputs, so that sums over blocks can be taken before anything is rounded. If the gradient of
+        a bias is needed, it comes fourth, in the shape of the bias.
 
     Raises:
         RuntimeError: an argument has the wrong device, dtype, shape or value.
@@ -283,7 +285,7 @@ def attention_delta(
     Args:
         grad_out_BHQD (Tensor[B, H, S, D]): float32 or float64.
         out_BHQD (Tensor[B, H, S, D]): of the same dtype.
-        grad_lse_BHQ (Tensor[B, H, S]): of the same dtype; none stands for zeros.
+        grad_lse_BHQ (Tensor[B, H, S]): of the same dtype; None stands for zeros.
 
     Returns:
         Tensor[B, H, S]: of the same dtype. Not differentiable.
@@ -304,20 +306,20 @@ def merge_attention(
     .. math::
         lse = \log(e^{lse_a} + e^{lse_b}), \quad out = e^{lse_a - lse} out_a + e^{lse_b - lse} out_b
 
-    A row that saw no key weighs nothing, and its output is not read: its LSE is -inf by our
-    convention and torch's flex attention's, +inf by FlashAttention's. Both are understood; the
-    result has -inf. The fused kernel of torch's CPU writes 0 there, which is also an LSE that rows
-    with keys have: set it to -inf before.
+    A row that saw no key has weight 0, and its output is not read. Its LSE is -inf here and in
+    torch's flex attention, and +inf in FlashAttention. Both are understood; the result has -inf.
+    torch's fused kernel on CPU writes an LSE of 0 for such rows. Set it to -inf before the call,
+    because rows with keys may also have an LSE of 0.
 
     Args:
         out_a (Tensor[..., D]): float32, float64, bfloat16 or float16.
         lse_a (Tensor[...]): float32, or float64 for float64 outputs.
-        out_b (Tensor[..., D]): as out_a; of another of these dtypes, but float64 only beside it.
+        out_b (Tensor[..., D]): as out_a. Its dtype may be another, but float64 goes with float64.
         lse_b (Tensor[...]): as lse_a.
 
     Returns:
         (out, lse) (Tensor[..., D], Tensor[...]): in the dtype of the LSE. A row that is empty in
-        both has out 0 and lse -inf. NaN in an LSE is handed on. Differentiable once, in all four.
+        both has out 0 and lse -inf. NaN in an LSE propagates. Differentiable once, in all four.
 
     Raises:
         RuntimeError: an argument has the wrong device, dtype or shape.
@@ -330,15 +332,15 @@ def merge_attention(
 def merge_attention_(
     out_BHQD: Tensor, lse_BHQ: Tensor, out_b_BHQD: Tensor, lse_b_BHQ: Tensor
 ) -> None:
-    """Merges a result into another one, in place and in one pass: `merge_attention` for sums.
+    """Merges a result into another one, in place and in one pass; see `merge_attention`.
 
     Args:
-        out_BHQD (Tensor[B, H, Sq, D]): float32 or float64; what the queries have gathered so far.
-            Any view with adjacent columns.
-        lse_BHQ (Tensor[B, H, Sq]): of its dtype, any view; -inf where nothing has been gathered,
-            and the row of out is not read then.
-        out_b_BHQD (Tensor[B, H, Sq, D]): what is added; float64 beside float64, else float32,
-            bfloat16 or float16. Read where it lies if its columns are adjacent.
+        out_BHQD (Tensor[B, H, Sq, D]): float32 or float64; the output over the keys so far. Any
+            view with adjacent columns.
+        lse_BHQ (Tensor[B, H, Sq]): of the dtype of out, any view. It is -inf for a query that has
+            seen no key, whose row of out is not read.
+        out_b_BHQD (Tensor[B, H, Sq, D]): the result to merge; float64 with float64, else float32,
+            bfloat16 or float16. It is not copied if its columns are adjacent.
         lse_b_BHQ (Tensor[B, H, Sq]): of the dtype of lse_BHQ, any view.
 
     Raises:
@@ -355,9 +357,9 @@ def merge_attention_(
 def merge_attention_sinks(
     out_BHQD: Tensor, lse_BHQ: Tensor, sinks_H: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Adds attention sinks: for each head a key with its own logit, seen by all, with value 0.
+    """Adds attention sinks: for each head a key of value 0 that all queries see, with a logit.
 
-    Once, on the result over all keys.
+    Call it once, on the result over all keys.
 
     Args:
         out_BHQD (Tensor[B, H, Sq, D]): as `merge_attention`.
@@ -365,7 +367,7 @@ def merge_attention_sinks(
         sinks_H (Tensor[H]): any floating dtype; a logit of -inf is no sink.
 
     Returns:
-        (out, lse): as `merge_attention`. A row without keys has out 0 and the sink for its lse.
+        (out, lse): as `merge_attention`. A row without keys has out 0, and the sink as its lse.
         Differentiable once, in all three.
 
     Raises:
@@ -384,16 +386,16 @@ def merge_attention_sinks(
 
 
 def document_ids(positions_S: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Numbers the documents that positions of a packed sequence belong to.
+    """Finds the document of each position of a packed sequence.
 
     Args:
         positions_S (Tensor[S]): int64, global positions.
-        cu_seqlens (Tensor[N + 1]): int32 or int64, where documents begin, and where the last ends;
-            not decreasing. A document may be empty.
+        cu_seqlens (Tensor[N + 1]): int32 or int64, the begins of the documents, and the end of the
+            last; not decreasing. A document may be empty.
 
     Returns:
-        Tensor[S]: int64, of document n in [cu_seqlens[n], cu_seqlens[n + 1]); positions outside of
-        all documents form one more on each side.
+        Tensor[S]: int64, n for positions in [cu_seqlens[n], cu_seqlens[n + 1]). Positions before
+        and after all documents form one more document on each side.
 
     Does not synchronise the device.
     """
@@ -411,7 +413,7 @@ def _options(
     dropout_p: float,
     batch_offset: int,
 ) -> tuple[float, bool, int, int, float, float, int]:
-    """The numbers of a block in the operators' order."""
+    """Return the numbers of a block in the order of the operators' arguments."""
     if scale is None:
         scale = 1 / math.sqrt(max(q.shape[-1], 1)) if q.dim() else 1.0
     return scale, causal, window_left, window_right, softcap, dropout_p, batch_offset
@@ -433,7 +435,7 @@ def _constant(alibi_slopes: Tensor | None) -> Tensor | None:
 
 
 def _like(grad: Tensor, bias: Tensor) -> Tensor:
-    """The gradient `[B, H, Sq, Sk]` of a bias, summed up over what shares it."""
+    """Sum the gradient `[B, H, Sq, Sk]` of a bias over sequences and heads that share the bias."""
     shared = [dim for dim in (0, 1) if bias.shape[dim] == 1 and grad.shape[dim] != 1]
     return grad.sum(shared, keepdim=True) if shared else grad
 
@@ -463,14 +465,15 @@ def _(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
     return grad_out.new_empty(grad_out.shape[:-1])
 
 
-# Place of the bias among the arguments of a block; the seed follows.
+# Place of the bias among the arguments of `attention_block`; the seed follows it.
 _BIAS = 9
 
 
 def _block_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     *tensors, seed = inputs[: _BIAS + 2]
     ctx.options = inputs[_BIAS + 2 :]
-    # A copy: the caller may set the next step's seed before this one's backward pass.
+    # The seed is copied, because the caller may write that of the next step before this backward
+    # pass.
     ctx.save_for_backward(*tensors, None if seed is None else seed.clone(), *output)
 
 

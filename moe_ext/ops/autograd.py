@@ -1,10 +1,10 @@
 """Registers the gradients of operators: by their derivatives, or by a formula in Python.
 
-Derivatives are calls of other operators, and run in C++ (`csrc/runtime/autograd.cpp`) where there
-is a `_runtime` for this torch. A formula is recorded as by `torch.library.register_autograd`, in
+Derivatives are calls of other operators, and run in C++ (`csrc/runtime/autograd.cpp`) if there is a
+`_runtime` for this torch. A formula is recorded as by `torch.library.register_autograd`, but in
 fewer steps: torch's helper packs and unpacks each call in Python, which takes longer than a small
-kernel. The private functions of torch that this takes are used in this file alone; where a version
-of torch lacks one of them, torch's helper serves.
+kernel. The private functions of torch that this needs are used in this file alone. If a version of
+torch lacks one of them, torch's helper is used.
 """
 
 import ast
@@ -27,8 +27,9 @@ _PRIVATE = ("_AutoDispatchBelowAutograd", "_after_autograd_keyset", "_any_requir
 _LIBRARY = torch.library.Library("moe_ext", "FRAGMENT")
 
 
-# Functions of a tensor among the arguments of a derivative: those that leave a value are taken when
-# the call is recorded, and do not keep the tensor.
+# Functions of arguments in the text of a derivative. `_OF_TENSORS` are applied in the backward pass
+# to a saved tensor. `_TO_VALUES` are applied when the call is recorded, and only their value is
+# saved.
 _OF_TENSORS: dict[str, Callable[[Tensor], Tensor | bool]] = {
     "": lambda t: t,
     "contiguous": lambda t: t.contiguous(),
@@ -49,28 +50,29 @@ def register_derivatives(
     *,
     given: tuple[str, dict[str, str]] | None = None,
 ) -> None:
-    """Registers what the gradients of an operator of ours are.
+    """Registers the derivatives of an operator of ours.
 
     A derivative is written as a call, `"_backward(grad_y, contiguous(x), dtype(weight))"`, of an
     operator of ours. It takes arguments and results of the forward operator by their names in the
-    schema; a sole result is `result`, and `grad_` before the name of a result is its gradient. It
-    may take them through a function: `contiguous`, `transpose` (of the last two of three
+    schema. A sole result is `result`, and `grad_` before the name of a result is its gradient.
+    Arguments may be passed through a function: `contiguous`, `transpose` (of the last two of three
     dimensions), `columns` (the size of dimension 1), `dtype`, or `is_transposed` (a stack of
-    matrices whose columns are stored one after the other). `owned` of an argument that stands
-    before it is True if nobody reads that one afterwards, so that the call may write over it or
-    give its pages back; in Python it is False. Results without a gradient in any derivative are not
-    differentiable. Where no gradient comes for a result, an optional argument is None and another
-    one zeros. To differentiate a call of an operator that has no derivative itself is an error.
+    matrices whose columns are stored one after the other). `owned` of an earlier argument is True
+    if nobody reads that argument afterwards, so that the call may overwrite it or give its pages
+    back; in Python it is False. Results without a gradient in any derivative are not
+    differentiable. If no gradient comes for a result, an optional argument is None, and any other
+    argument is zeros. To differentiate a call of an operator without derivatives is an error.
 
-    An operator `<name>_add_` may stand beside that of a derivative of one argument. If the argument
-    is a parameter that has a `.grad`, it adds to that at once what the engine would add: in
-    `backward()` alone, and where no hook is to see the gradient by itself.
+    Beside the operator of a derivative of one argument, there may be an operator `<name>_add_`. If
+    the argument is a parameter with a `.grad`, this operator adds the gradient to it at once, in
+    the place of the engine. It is used only in `backward()`, and if no hook needs to see the
+    gradient by itself.
 
     Args:
         operator: its name, without the namespace.
-        derivatives: names of the arguments whose gradients a call returns, with commas between, to
-            the call.
-        given: an argument, and the derivatives where it is not None.
+        derivatives: maps the names of arguments, separated by commas, to the call that returns
+            their gradients.
+        given: name of an argument, and the derivatives to use if it is not None.
     """
     schema = getattr(torch.ops.moe_ext, operator).default._schema
     table = _Positions.read(schema, derivatives)
@@ -94,23 +96,29 @@ def register_derivatives(
 
 class _Derivative(NamedTuple):
     operator: str
-    inputs: list[int]  # of `_Positions.inputs`
-    arguments: list[tuple[str, int, str]]  # "grad", "tensor" or "value"; which one; function of it
+    # Places in `_Positions.inputs`.
+    inputs: list[int]
+    # "grad", "tensor" or "value"; the number of that gradient, tensor or value; a function of it.
+    arguments: list[tuple[str, int, str]]
 
     def takes_none(self) -> bool:
-        """True if it can do without the gradients of some results."""
+        """Return True if the operator takes None for the gradients of some results."""
         schema = getattr(torch.ops.moe_ext, self.operator).default._schema.arguments
         kinds = zip(schema, self.arguments, strict=False)
         return any(kind == "grad" and "Optional" in str(a.type) for a, (kind, *_) in kinds)
 
 
 class _Positions(NamedTuple):
-    """Derivatives by positions: of arguments, and behind them of results. C++ reads it too."""
+    """Derivatives with positions for names, arguments before results. C++ reads it, too."""
 
+    # Arguments with a gradient.
     inputs: list[int]
-    tensors: list[tuple[int, str]]  # to keep
-    values: list[tuple[int, str]]  # to keep, and the function that is taken of them
-    differentiable: list[bool]  # of results
+    # Tensors to save.
+    tensors: list[tuple[int, str]]
+    # Arguments or results of which a value is saved, and the function that makes the value.
+    values: list[tuple[int, str]]
+    # For each result, True if it is differentiable.
+    differentiable: list[bool]
     derivatives: list[_Derivative]
 
     @classmethod
@@ -168,7 +176,7 @@ class _Positions(NamedTuple):
     def differentiate(
         self, ctx: Any, grads: tuple[Any, ...], num_arguments: int
     ) -> tuple[Any, ...]:
-        """The gradients of all arguments."""
+        """Return the gradients of all arguments."""
         kept = {"grad": grads, "tensor": ctx.saved_tensors, "value": ctx.values}
         result: list[Any] = [None] * num_arguments
         for derivative, call in zip(self.derivatives, ctx.calls, strict=True):
@@ -186,13 +194,13 @@ class _Positions(NamedTuple):
 
 
 def _needs(ctx: Any, argument: int) -> bool:
-    # There is no entry for an argument that was left out.
+    # `needs_input_grad` has no entry for an argument that was left out.
     return any(ctx.needs_input_grad[argument : argument + 1])
 
 
 @functools.cache
 def _callable(operator: str) -> Formula:
-    """An operator, its own derivatives an error where it has none."""
+    """Return an operator. If it has no derivatives, to differentiate its result is an error."""
     if _C._dispatch_has_kernel_for_dispatch_key(f"moe_ext::{operator}", "Autograd"):
         return getattr(torch.ops.moe_ext, operator).default
     return once_differentiable(f"moe_ext::{operator}")
@@ -202,8 +210,8 @@ def register_autograd(name: str, backward: Formula, *, setup_context: Formula) -
     """Registers a formula as `torch.library.register_autograd` does, for one of our operators.
 
     Args:
-        name: of the operator, with its namespace; neither its arguments nor its results are lists
-            of tensors, and no argument is keyword-only.
+        name: name of the operator, with its namespace. It must not have lists of tensors as
+            arguments or results, or keyword-only arguments.
         backward: takes the context and a gradient for each result, returns one for each argument.
         setup_context: takes the context, all arguments (defaults filled in) and the results.
     """
@@ -216,19 +224,21 @@ def register_autograd(name: str, backward: Formula, *, setup_context: Formula) -
     _LIBRARY.impl(operator_name, kernel, "Autograd", with_keyset=True)
 
 
-# True inside of a transform of `torch.func`; no function of Python, since every pass asks.
+# Returns True inside a transform of `torch.func`. Every pass calls it, so that it is torch's
+# function itself, without one of Python around it.
 is_transformed = _C._are_functorch_transforms_active
 
 
 def transforms() -> list[str]:
-    """Names of the transforms of `torch.func` that are active, such as "grad", outermost first."""
+    """Return names of the active transforms of `torch.func`, such as "grad", outermost first."""
     return [level.key().name.lower() for level in _C._functorch.get_interpreter_stack() or ()]
 
 
 class _SecondDerivative(torch.autograd.Function):
-    """Passes results on; an error is all there is to their gradient."""
+    """Returns results as they are. To differentiate them raises an error."""
 
-    # For `torch.func`, which records every gradient as if it were to be differentiated again.
+    # `torch.func` needs this, because it records every gradient as if it were to be differentiated
+    # again.
     generate_vmap_rule = True
 
     @staticmethod
@@ -248,13 +258,14 @@ class _SecondDerivative(torch.autograd.Function):
 
 
 def once_differentiable(name: str) -> Formula:
-    """The operator of a formula that has no formula itself: to differentiate it again is an error.
+    """Return the operator of a backward formula. To differentiate its result raises an error.
 
-    Torch leaves such a term out and warns. Its `once_differentiable` refuses a gradient of the
-    result's gradient alone, and would still leave out what comes by the saved tensors.
+    torch alone would leave this term out of a second derivative, and warn. torch's
+    `once_differentiable` raises an error for derivatives by the result's gradient alone, and would
+    still leave out those by the saved tensors.
 
     Args:
-        name: of the operator, `moe_ext::_<name of the forward operator>_backward...`.
+        name: name of the operator, `moe_ext::_<name of the forward operator>_backward...`.
     """
     operator_name = name.split("::")[1]
     operator = getattr(torch.ops.moe_ext, operator_name).default
@@ -276,7 +287,7 @@ def refuse_second_derivative(name: str) -> Callable[[Formula], Formula]:
     """Decorates the `backward` of an `autograd.Function` as `once_differentiable` does an operator.
 
     Args:
-        name: of what is differentiated, for the error.
+        name: name of the differentiated function, for the error.
     """
 
     def decorate(backward: Formula) -> Formula:
@@ -288,7 +299,8 @@ def refuse_second_derivative(name: str) -> Callable[[Formula], Formula]:
                 result = list(backward(ctx, *grads))
             given = [i for i, grad in enumerate(result) if grad is not None]
             results = [result[i] for i in given]
-            # Inputs that were not saved are on no path from here: the last one stands for them.
+            # Inputs that were not saved cannot be reached from here. The tensor of zeros stands for
+            # them.
             others = (*ctx.saved_tensors, *grads, torch.zeros((), requires_grad=True))
             passed = _SecondDerivative.apply(name, len(given), *results, *others)
             for i, grad in zip(given, passed, strict=True):
@@ -301,7 +313,7 @@ def refuse_second_derivative(name: str) -> Callable[[Formula], Formula]:
 
 
 def _refuse_tangents(operator: str, args: tuple[Any, ...]) -> None:
-    """As the operators whose derivatives run in C++; torch would go on without the tangents."""
+    """Raise an error for tangents, as derivatives in C++ do; torch would leave tangents out."""
     tensors = (x for x in args if isinstance(x, Tensor))
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
@@ -310,7 +322,7 @@ def _refuse_tangents(operator: str, args: tuple[Any, ...]) -> None:
 
 
 def _autograd_kernel(operator: Any, backward: Formula, setup_context: Formula) -> Formula:
-    """Kernel for the Autograd key: records the call where a gradient is wanted."""
+    """Return a kernel for the Autograd key, which records the call if a gradient is wanted."""
     below_autograd, after_autograd = _C._AutoDispatchBelowAutograd, _C._after_autograd_keyset
     is_grad_enabled, any_requires_grad = _C.is_grad_enabled, _C._any_requires_grad
     redispatch = operator.redispatch
@@ -339,7 +351,8 @@ def _autograd_kernel(operator: Any, backward: Formula, setup_context: Formula) -
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_with_keys)}
     name = f"{operator._opname}_autograd"
     record = type(name, (torch.autograd.Function,), methods).apply  # type: ignore[attr-defined]
-    # `torch.func` calls a kernel once for each of its transforms, with the tensors of that one.
+    # `torch.func` calls a kernel once for each of its transforms, with the tensors of that
+    # transform.
     record_at_level = type(name, (_SingleLevelFunction,), methods).apply  # type: ignore[attr-defined]
 
     def kernel(keys: Any, *args: Any) -> Any:

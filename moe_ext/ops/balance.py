@@ -13,8 +13,8 @@ class BalancePlan(NamedTuple):
     """Experts that each rank runs, and how many rows of each; unpacks in this order.
 
     Attributes:
-        slot_expert (Tensor[P, S]): int64 expert in each slot of each rank. The first E / P are
-            those at home, ascending; behind them are moved ones, ascending, then -1.
+        slot_expert (Tensor[P, S]): int64 expert in each slot of each rank: first the E / P experts
+            at home, then the moved ones, both ascending, then -1.
         slot_rows (Tensor[P, S]): int64 rows that a slot takes, over all source ranks.
     """
 
@@ -23,11 +23,11 @@ class BalancePlan(NamedTuple):
 
 
 def plan_balance(num_tokens_per_expert_E: Tensor, num_ranks: int) -> BalancePlan:
-    r"""Gives every rank its even share of the rows, with at most E / P experts moved to it.
+    r"""Gives every rank an even share of the rows, and moves at most E / P experts to it.
 
     Of N rows, ranks below :math:`N \bmod P` take :math:`\lceil N / P \rceil` and the others
     :math:`\lfloor N / P \rfloor`. Expert e is at home on rank ``e // (E / P)``. The experts are
-    columns of an alias table, whose capacities sum to the share of their rank; Vose's construction
+    columns of an alias table, whose capacities sum to the share of their rank. Vose's construction
     fills each column from one other expert at most. Columns of one rank are paired first, so that
     an even load moves nothing.
 
@@ -42,7 +42,8 @@ def plan_balance(num_tokens_per_expert_E: Tensor, num_ranks: int) -> BalancePlan
     Raises:
         RuntimeError: an argument has the wrong dtype, shape or value.
 
-    Deterministic, whole numbers alone: every rank that has the counts makes the same plan.
+    Deterministic, with whole numbers alone, so that every rank makes the same plan of the same
+    counts.
 
     Reference: Vose, A Linear Algorithm for Generating Random Numbers with a Given Distribution,
     1991.
@@ -58,17 +59,17 @@ def _(counts: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
 
 
 def split_rows(counts_PE: Tensor, plan: BalancePlan) -> Tensor:
-    """Rows that each rank sends to each slot of a plan.
+    """Counts the rows that each rank sends to each slot of a plan.
 
-    Rows stay on their rank as far as its slots have room for them; the others fill the slots of
+    Rows stay on their rank as far as its slots have room for them. Other rows fill the slots of
     their expert in the order of ranks. With counts other than those of the plan, the slots of an
-    expert share its rows in proportion to those planned, rounded by the sums so far. Where none
-    were planned, all go to the first slot.
+    expert share its rows in proportion to the planned ones, rounded by the sums so far. If none
+    were planned, all rows go to the first slot.
 
     Args:
         counts_PE (Tensor[P, E]): int64 rows of each source rank for each expert, >= 0.
         plan (BalancePlan): of `plan_balance`, or of the caller's own: `[P, S]` with 2 E slots in
-            all, and every expert that has rows in one at least.
+            all, and at least one slot for every expert that has rows.
 
     Returns:
         Tensor[P, P * S]: int64 rows of a source rank for slot `rank * S + slot`, on CPU.

@@ -1,4 +1,4 @@
-"""Capacity: which choices an expert has no room for, decided before tokens move.
+"""Capacity: drops or reroutes choices that an expert has no room for, before tokens move.
 
 Shape suffixes: T tokens, E experts, K top-k, G groups, S tokens of a group, R ranked experts.
 """
@@ -26,10 +26,10 @@ def limit_capacity(
     ranked_idx: Tensor | None = None,
     overflow: str = "drop",
 ) -> tuple[Tensor, Tensor]:
-    """Takes back the choices beyond an expert's capacity.
+    """Drops or reroutes the choices beyond an expert's capacity.
 
-    The slots (token t, choice k) of a group are served one after the other; an expert takes the
-    first ``capacity`` that ask for it. ``policy`` is the order:
+    The slots (token t, choice k) of a group are served one after the other, and an expert takes the
+    first ``capacity`` slots that chose it. ``policy`` is the order:
 
     =====================  ==================================================================
     ``position``           by token, then by choice: the earliest tokens are kept
@@ -42,23 +42,23 @@ def limit_capacity(
     Equal numbers are served by position; NaN counts as the largest.
 
     With ``overflow="reroute"`` the slots that found no room are served once more, in the same
-    order: each goes to the first expert of ``ranked_idx`` that still has room and is in no other
-    slot of its token, else it is dropped. The weight of a slot whose expert changed has to be
+    order. Each goes to the first expert of ``ranked_idx`` that still has room and is in no other
+    slot of its token, or else is dropped. The weight of a slot whose expert changed has to be
     computed anew, see `gate_weights`.
 
-    `permute_tokens` drops by itself, by position or score over all tokens; its result for the
-    same ``capacity`` is that of permuting what this returns. This function serves the other
-    orders, groups and rerouting.
+    `permute_tokens` can drop slots itself, by position or score over all tokens. Its result is the
+    same as for the choices that this function returns for that ``capacity``. This function is for
+    the other orders, groups and rerouting.
 
     Args:
         topk_idx_TK (Tensor[T, K]): int64 expert of each slot, -1 for none.
         num_experts (int): E, >= 1.
         capacity (int): slots that an expert takes from each group, >= 1.
-        topk_weights (Tensor[T, K]): what "score" and "batch_prioritized" order by.
+        topk_weights (Tensor[T, K]): numbers by which "score" and "batch_prioritized" order.
         policy (str): see above.
-        priority (Tensor[T, K]): what "random" orders by, uniform random numbers say.
+        priority (Tensor[T, K]): numbers by which "random" orders, such as uniform random numbers.
         num_groups (int): G groups of ceil(T / G) neighbouring tokens that share nothing; the last
-            ones may be smaller.
+            groups may be smaller.
         ranked_idx (Tensor[T, R]): int64 experts of each token, best first, -1 for none; for
             "reroute".
         overflow (str): "drop" or "reroute".
@@ -68,8 +68,8 @@ def limit_capacity(
         dropped slots, int64.
 
     Raises:
-        ValueError: an unknown policy or overflow, or an argument that it needs and does not get or
-            that has another shape.
+        ValueError: the policy or overflow is unknown, or an argument that it needs is missing or
+            has another shape.
         RuntimeError: an argument has the wrong device, dtype, shape or value; on CPU, an index is
             out of range. On CUDA such a slot counts as not routed.
 
@@ -86,7 +86,7 @@ def limit_capacity(
         raise ValueError("limit_capacity: expected ranked_idx to be given to reroute, got None")
     keys_TK = priority if policy == "random" else topk_weights
     order = None
-    # The operator refuses what is not [T, K] with a column.
+    # The operator refuses choices of another shape than [T, K], and those without a column.
     if policy != "position" and topk_idx_TK.dim() == 2 and topk_idx_TK.shape[1] > 0:
         _check_keys(topk_idx_TK, keys_TK, policy)
         order = _service_order(topk_idx_TK, keys_TK, policy, max(num_groups, 1))
@@ -118,10 +118,10 @@ def _check_keys(topk_idx_TK: Tensor, keys_TK: Tensor | None, policy: str) -> Non
 def _service_order(
     topk_idx_TK: Tensor, keys_TK: Tensor | None, policy: str, num_groups: int
 ) -> Tensor:
-    """Slots `t * K + k` in the order they are served, group by group."""
+    """Return slots `t * K + k` in the order in which they are served, group by group."""
     num_tokens, top_k = topk_idx_TK.shape
     if num_groups > 1 and num_tokens % num_groups != 0:
-        # Groups of one size, and the rest.
+        # The whole groups have one size, and the rest is a smaller group.
         size = -(-num_tokens // num_groups)
         whole = num_tokens // size
         cut = whole * size

@@ -1,8 +1,8 @@
 """Deltas: the elements of a tensor that differ from an earlier version, and their places.
 
 Elements are compared as bits and stored as they are, so that a chain of deltas never drifts. The
-format of a payload is in csrc/delta/delta_format.h; its size is about 1 byte for a place, or 2
-where less than 1 in some 300 elements changed, and the bytes of the value.
+format of a payload is in csrc/delta/delta_format.h. A changed element takes the bytes of its value
+and about 1 byte for its place, or 2 if less than 1 in some 300 elements changed.
 
 Shape suffixes: n elements that changed.
 """
@@ -16,14 +16,15 @@ from moe_ext.ops.fakes import keep_out_of_cuda_graphs, register_fake_like
 
 
 def delta_encode(x: Tensor, base: Tensor, *, xored: bool = False) -> Tensor:
-    """Payload with the elements of x whose bits are not those of base.
+    """Returns a payload with the elements of x whose bits are not those of base.
 
     NaN, -0.0 and denormals are values like others.
 
     Args:
         x (Tensor[...]): contiguous, of any dtype of 8 bytes at most.
         base (Tensor[...]): contiguous, of the shape and dtype of x.
-        xored: store the bits that differ in the place of the values: more zeros, for a compressor.
+        xored: store the bits that differ instead of the values. They have more zeros, which helps a
+            compressor.
 
     Returns:
         Tensor[bytes]: uint8, on the CPU.
@@ -31,38 +32,38 @@ def delta_encode(x: Tensor, base: Tensor, *, xored: bool = False) -> Tensor:
     Raises:
         RuntimeError: x or base is strided, or base has another shape, dtype or device.
 
-    Deterministic, with the same bytes on CPU and CUDA, where it waits for the device.
+    Deterministic, with the same bytes on CPU and CUDA. On CUDA it waits for the device.
 
-    Reference: Yu et al., PULSE (arXiv 2602.03839), values in the place of differences.
+    Reference: Yu et al., PULSE (arXiv 2602.03839), values instead of differences.
     """
     return torch.ops.moe_ext.delta_encode(x, base, xored).cpu()
 
 
 def delta_apply_(target: Tensor, payload: Tensor, *, xored: bool = False) -> None:
-    """Write the elements of a payload to a tensor; takes time for what changed alone.
+    """Writes the elements of a payload to a tensor, in a time that grows with the changes alone.
 
     Args:
-        target (Tensor[...]): contiguous; changed in place.
+        target (Tensor[...]): contiguous; changed in place. With ``xored`` it must be the base.
         payload (Tensor[bytes]): of `delta_encode`, on any device.
-        xored: as given to `delta_encode`; target is to be the base then.
+        xored: as given to `delta_encode`.
 
     Raises:
         RuntimeError: the payload is damaged, or has places outside the tensor; nothing has changed
             then.
 
-    On CUDA it waits for the device to tell that the payload is sound, before the first write.
+    On CUDA it waits, before the first write, until the device has checked the payload.
     """
     torch.ops.moe_ext.delta_apply_(target, payload.to(target.device), xored)
     torch.autograd.graph.increment_version(target)
 
 
 def delta_hash(x: Tensor, seed: int = 0, places: Tensor | None = None) -> int:
-    """Sum of the hashes of all elements, modulo 2^64 (signed); finds damage, not an attacker.
+    """Sums the hashes of all elements, modulo 2^64 (signed), to find damage but not an attacker.
 
     Args:
         x (Tensor[...]): contiguous.
-        seed: 64 bits, signed, to tell equal tensors of other names apart.
-        places (Tensor[N]): int64, of each element; its number without them.
+        seed: 64 bits, signed; tells equal tensors of different names apart.
+        places (Tensor[N]): int64, the place of each element; its number in x by default.
     """
     places = None if places is None else places.to(x.device)
     return torch.ops.moe_ext.delta_hash(x, seed, places)
@@ -71,7 +72,7 @@ def delta_hash(x: Tensor, seed: int = 0, places: Tensor | None = None) -> int:
 def delta_hash_change(
     target: Tensor, payload: Tensor, seed: int = 0, *, xored: bool = False
 ) -> int:
-    """The number that a payload would add to `delta_hash` of a tensor, modulo 2^64 (signed).
+    """Returns the number that a payload would add to `delta_hash`, modulo 2^64 (signed).
 
     Args:
         target (Tensor[...]): contiguous, as it is before `delta_apply_`; only read.
@@ -82,19 +83,19 @@ def delta_hash_change(
     Raises:
         RuntimeError: as `delta_apply_`.
 
-    Takes time for what changed alone.
+    The time grows with the number of changes alone.
     """
     here = payload.to(target.device)
     return torch.ops.moe_ext.delta_hash_change(target, here, seed, xored)
 
 
 def as_signed(number: int) -> int:
-    """The number modulo 2^64, in [-2^63, 2^63)."""
+    """Returns the number modulo 2^64, in [-2^63, 2^63)."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def delta_pack(places_n: Tensor, values_n: Tensor, numel: int) -> Tensor:
-    """Payload of given places and values.
+    """Returns a payload of given places and values.
 
     Args:
         places_n (Tensor[n]): int64, ascending in [0, numel).
@@ -105,17 +106,17 @@ def delta_pack(places_n: Tensor, values_n: Tensor, numel: int) -> Tensor:
         Tensor[bytes]: uint8, on the CPU.
 
     Raises:
-        RuntimeError: the places do not ascend, or leave the tensor.
+        RuntimeError: the places do not ascend, or are outside the tensor.
     """
     return torch.ops.moe_ext.delta_pack(places_n, values_n, numel).cpu()
 
 
 def delta_unpack(payload: Tensor, like: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-    """Places and values of a payload.
+    """Returns the places and values of a payload.
 
     Args:
         payload (Tensor[bytes]): of `delta_encode` or `delta_pack`.
-        like (Tensor): gives the dtype and the device of the values.
+        like (Tensor): has the dtype and the device of the values.
         numel: elements of the tensor.
 
     Returns:

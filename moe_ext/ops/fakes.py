@@ -7,20 +7,20 @@ from torch import Tensor
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which operators on tensors of a dtype compute, and in which sums come."""
+    """Return the dtype in which operators compute and return sums, for tensors of a dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def register_fake_like(name: str, *places: int, laid_out: int = 0) -> None:
-    """Registers a fake kernel: one result for each place, like the argument that stands there.
+    """Registers a fake kernel with one result for each place, like the argument at that place.
 
-    The result of an argument that is None is empty, and otherwise like the first one.
+    If the argument is None, its result is empty, and otherwise like the first result.
 
     Args:
-        name: of the operator, with its namespace.
+        name: name of the operator, with its namespace.
         places: numbers of arguments; without any, the operator returns nothing.
-        laid_out: so many results, the first ones, lie in memory as their arguments do; the others
-            are contiguous.
+        laid_out: number of results, from the first on, that have the strides of their arguments.
+            Other results are contiguous.
     """
 
     def fake(*args: Any, **_options: Any) -> Any:
@@ -34,7 +34,7 @@ def register_fake_like(name: str, *places: int, laid_out: int = 0) -> None:
 
 
 def fake_gate(operator: str, logits: Tensor, top_k: int) -> tuple[Tensor, ...]:
-    """Results that gates have in common: weights, experts, and counts and sums of each expert."""
+    """Return the results that gates share: weights, experts, counts and sums of each expert."""
     torch._check(
         logits.dim() == 2,
         lambda: f"{operator}: expected logits to be a 2-D tensor [T, E], got {logits.dim()}-D",

@@ -1,7 +1,8 @@
-"""Operations of the operators, which `torch.utils.flop_counter.FlopCounterMode` counts.
+"""Numbers of operations of the operators, for `torch.utils.flop_counter.FlopCounterMode`.
 
 The rules are those of torch: a product of M x K by K x N counts 2 M N K, a mask takes nothing off,
-and work on single elements counts nothing. Recurrences count what their chunks of 64 positions do.
+and work on single elements counts nothing. Recurrences count the products of their chunks of 64
+positions.
 """
 
 from math import prod
@@ -15,11 +16,12 @@ _CHUNK = 64
 
 
 def delta_rule_flops(dim: int, v_dim: int, *, has_beta: bool) -> int:
-    """Operations of a head and position of `gated_delta_rule`, forward."""
-    # Queries and the state; keys and values to the state; scores of a chunk and their values.
+    """Return the operations of `gated_delta_rule`, forward, for a head and a position."""
+    # Products of queries with the state, of keys with values for the state, and of queries with
+    # keys and scores with values in a chunk.
     found = 4 * dim * v_dim + 2 * _CHUNK * (dim + v_dim)
     if has_beta:
-        # The system of a chunk, its solution by a triangle, and what the state takes of it.
+        # Products for the triangular system of a chunk, its solution, and products with the state.
         found += 2 * _CHUNK * dim + _CHUNK * (v_dim + dim) + 2 * dim * v_dim
     return found
 
@@ -67,7 +69,7 @@ def _convolution(x: Any, weight: Any, *_: Any, **__: Any) -> int:
 
 
 def _register_behind(operator: Any, count: int, formula: Any, *, times: int = 1) -> None:
-    """Register a formula, times a number, for an operator with `count` arguments more in front."""
+    """Register a formula, times a number, for an operator with `count` more arguments in front."""
 
     @register_flop_formula(operator)
     def _(*arguments: Any, **_: Any) -> int:

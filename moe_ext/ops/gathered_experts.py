@@ -1,6 +1,6 @@
 """Gated experts by quack-kernels, whose first product gathers the tokens and applies the gate.
 
-Neither the rows of the tokens nor the results of the experts are kept or read again.
+The backward pass needs neither gathered rows of the tokens nor the results of the experts.
 
 Shape suffixes: D model, E experts, F ffn, K top-k, N rows, T tokens, U = 2F.
 """
@@ -16,20 +16,20 @@ from moe_ext.ops.activation import gated_activation
 from moe_ext.ops.autograd import refuse_second_derivative
 from moe_ext.ops.permutation import Permutation, permute_tokens
 
-# Our names of gates, to quack's.
+# Names of gates here, and their names in quack-kernels.
 _GATES = {"swiglu": "swiglu", "reglu": "reglu", "geglu_tanh": "geglu"}
 
 
 def gather_of(x_TD: Tensor, topk_idx_TK: Tensor, num_experts: int) -> Permutation:
-    """The tables of a permutation, without its rows."""
-    # The operator copies what it is given: 16 bytes of each token.
+    """Return the tables of a permutation, without its rows."""
+    # The operator copies all columns that it is given. These are 16 bytes of each token.
     return permute_tokens(x_TD.detach()[:, :8], topk_idx_TK, num_experts)[1]
 
 
 def gathers(x_TD: Tensor, gate_up_EUD: Tensor, down_EDF: Tensor, kind: str) -> bool:
-    """True if `gathered_experts` serves these, and was right when it was tried; where it is chosen.
+    """Return True if quack-kernels are chosen, serve these tensors, and were right in a trial.
 
-    Tensors are plain and of one dtype, outside of graphs of compile.
+    Tensors must be plain and of one dtype, outside of graphs of compile.
 
     NOTE: device-to-host sync, at the first call for a device and dtype.
     """
@@ -62,9 +62,9 @@ def gathered_experts(
         gate_up_EUD: `[E, 2F, D]` in the dtype of x.
         down_EDF: `[E, D, F]`.
         weights_TK: float32.
-        gather: of the tokens' experts.
+        gather: tables of the tokens' experts, by `gather_of`.
         kind: "swiglu", "reglu" or "geglu_tanh".
-        layout: of the 2F features, see `gated_activation`.
+        layout: layout of the 2F features, see `gated_activation`.
 
     Returns:
         `[T, D]`. Differentiable once in x, both weights and `weights_TK`.
@@ -73,7 +73,7 @@ def gathered_experts(
 
 
 class _Gathered(torch.autograd.Function):
-    """Rows of no expert are left out by the products, and read by nothing behind them."""
+    """The products leave out rows of no expert, and nothing reads these rows afterwards."""
 
     @staticmethod
     def forward(
@@ -86,13 +86,14 @@ class _Gathered(torch.autograd.Function):
         gate: str,
         layout: str,
     ) -> Tensor:
-        # Without tuning, which times kernels at first use of a shape: counts change every batch.
+        # Tuning would time kernels at the first use of a shape, and counts of rows change with
+        # every batch.
         options = {"cu_seqlens_m": gather.expert_offsets.int(), "tuned": False}
         x_TD, top_k = x_TD.contiguous(), weights_TK.shape[1]
         token_N = (gather.slot_of_row // top_k).clamp_min(0).int()
         concat = ("B",) if layout == "concatenated" else None
         quack = grouped_providers.quack()
-        # Gate and up lie side by side in `up_NU`, whatever the layout of the weight.
+        # Columns of gate and up alternate in `up_NU`, whatever the layout of the weight.
         up_NU, hidden_NF = quack.gemm_gated(
             *(x_TD, gate_up_EUD.transpose(1, 2)),
             activation=gate,
@@ -112,7 +113,8 @@ class _Gathered(torch.autograd.Function):
         x_TD, gate_up_EUD, down_EDF, weights_TK, *tables, up_NU, token_N = ctx.saved_tensors
         slot_of_row, row_of_slot = tables
         quack, options, grad_TD = grouped_providers.quack(), ctx.options, grad_TD.contiguous()
-        # The activation again, times the weight, and <unweighted gradient, activation> of a row.
+        # `hidden_NF` is the activation, computed again, times the weight of the row. `dots_N` is
+        # the product of each row's activation with its gradient, without the weight.
         grad_NU, hidden_NF, dots_N = quack.gemm_dgated(
             *(grad_TD, down_EDF, up_NU),
             activation=ctx.gate,
@@ -129,7 +131,7 @@ class _Gathered(torch.autograd.Function):
             grad_x = torch.ops.moe_ext.unpermute_tokens(rows_ND, *tables, top_k, None)
         if ctx.needs_input_grad[1]:
             num_experts, up_dim, dim = gate_up_EUD.shape
-            # It leaves out experts without rows.
+            # `gemm` writes nothing for experts without rows.
             sums_EDU = grad_NU.new_zeros((num_experts, dim, up_dim))
             quack.gemm(x_TD.t(), grad_NU, out=sums_EDU, **by_expert)
             grad_up = sums_EDU.transpose(1, 2)
@@ -145,20 +147,20 @@ class _Gathered(torch.autograd.Function):
         return grad_x, grad_up, grad_down, grad_weights, None, None, None
 
 
-# Relative error that results in 16 bits stay far below, and wrong ones far above.
+# Largest relative error in a trial. Right results in 16 bits are far below, wrong ones far above.
 _MOST_ERROR = 0.03
 
 
 @torch.enable_grad()
 def _try(device: torch.device, dtype: torch.dtype) -> str:
-    """Compare a small layer with our operators; the mistake found, empty if there is none."""
+    """Compare a small layer with our operators. Return the mistake; empty if there is none."""
     generator = torch.Generator().manual_seed(0)
     sizes = ((200, 64), (3, 128, 64), (3, 64, 64), (200, 64))
     x, up, down, grad = (
         torch.randn(size, generator=generator, device="cpu").mul(0.3).to(device, dtype)
         for size in sizes
     )
-    # The last expert gets nothing, and a token has no second one.
+    # The last expert gets no token, and every fourth token has no second expert.
     idx = torch.tensor([[0, 1], [1, 0], [1, -1], [0, 1]], device=device).repeat(50, 1)
     weights = torch.rand(200, 2, generator=generator, device="cpu").to(device)
     leaves = x, up, down, weights = tuple(

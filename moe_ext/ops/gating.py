@@ -68,9 +68,9 @@ def topk_gate(
     *Groups.* With ``top_groups < num_groups``, experts are cut into ``num_groups`` groups of
     neighbours, and only those of the ``top_groups`` groups with the best score can be chosen. A
     ``group_score`` is a group's largest key (``"max"``), the sum of its two largest (``"top2"``),
-    or that of its ``top_k // top_groups`` largest (``"topk"``). Keys of -inf are left out;
-    None is ``"top2"`` with ``selection_bias``, else ``"max"``. Where keys are added, they are
-    scores, without a bias too. Equal scores go to the lower group.
+    or that of its ``top_k // top_groups`` largest (``"topk"``). Keys of -inf are left out. None
+    stands for ``"top2"`` with ``selection_bias``, else for ``"max"``. Keys that are added are
+    scores, even without a bias. Equal scores go to the lower group.
 
     *Statistics.* ``score_sum[e]`` is the sum over real tokens of :math:`p_e`, or of
     :math:`s_e / \sum_j s_j`; with `load_balance_loss` it makes the balance loss.
@@ -86,9 +86,9 @@ def topk_gate(
         selection_bias (Tensor[E]): finite, any floating dtype; not differentiated.
         num_groups (int): groups of experts, a divisor of E.
         top_groups (int): groups that a token may choose from, in [1, num_groups].
-        token_mask (Tensor[T]): bool, True for a real token. The logits of the others are not
+        token_mask (Tensor[T]): bool, True for a real token. The logits of other tokens are not
             looked at: they get ``topk_idx`` -1, weight 0, no count and zero gradient.
-        group_score (str): see above; ``"topk"`` wants ``top_k`` to be at least ``top_groups``.
+        group_score (str): see above; for ``"topk"``, ``top_k`` must be at least ``top_groups``.
 
     Returns:
         GateOutput: differentiable in ``logits_TE`` through ``topk_weights`` and ``score_sum``; the
@@ -157,8 +157,8 @@ def gate_weights(
     Args:
         logits_TE (Tensor[T, E]): float32, float64, bfloat16 or float16.
         topk_idx_TK (Tensor[T, K]): int64 in [0, E), a token's choices all different, K at most E.
-            -1 is no expert: weight 0, counted nowhere, left out of the sum that renormalizes. A
-            token with -1 in all columns is a masked one: its logits are not looked at.
+            -1 is no expert: its weight is 0, and neither counts nor the sum that renormalizes
+            include it. A token with -1 in all columns is masked: its logits are not looked at.
         score_fn (str): as in `topk_gate`.
         renormalize (bool): as in `topk_gate`.
         scale (float): as in `topk_gate`.
@@ -171,7 +171,7 @@ def gate_weights(
         RuntimeError: an argument has the wrong device, dtype, shape or value; an index is outside
             of [-1, E) or twice in a row; a logit of a token that is not masked is NaN or +inf, or
             -inf where it was chosen (the message names the token). CUDA does not wait for the
-            values: an index outside weighs nothing, the weights of such logits are not specified.
+            values. An index outside has weight 0, and weights of such logits are not specified.
 
     Deterministic, with the same bits for any number of threads; does not synchronise the device.
     """
@@ -193,13 +193,13 @@ register_derivatives("gate_weights", _GATE_DERIVATIVES)
 def router_z_loss(logits_TE: Tensor, *, token_mask: Tensor | None = None) -> Tensor:
     r"""Keeps router logits small: :math:`\frac{1}{T} \sum_t (\log \sum_e e^{x_{t,e}})^2`.
 
-    The mean is over the real tokens, and 0 where there is none.
+    The mean is over the real tokens, and 0 if there is none.
 
     Args:
         logits_TE (Tensor[T, E]): float32, float64, bfloat16 or float16. Arithmetic is in float32,
             in float64 for float64, and the mean over tokens in float64.
-        token_mask (Tensor[T]): bool, True for a real token; the logits of the others are not looked
-            at and get zero gradient.
+        token_mask (Tensor[T]): bool, True for a real token; the logits of other tokens are not
+            looked at and get zero gradient.
 
     Returns:
         Tensor[]: float32, or float64 for float64 logits. Differentiable in the logits. Logits that
@@ -232,9 +232,9 @@ def load_balance_loss(score_sum_E: Tensor, num_tokens_per_expert_E: Tensor, top_
     r"""Rewards an even load: :math:`E \sum_e f_e P_e`, 1.0 when the load is balanced.
 
     :math:`f_e = c_e / (T K)` is the share of the choices that went to expert e and
-    :math:`P_e = S_e / T` its mean score, with :math:`T K = \sum_e c_e`. 0 where there is no token.
-    Both arguments are sums over tokens: add those of several ranks or micro-batches before the call
-    for the loss of the global batch.
+    :math:`P_e = S_e / T` its mean score, with :math:`T K = \sum_e c_e`. The loss is 0 without
+    tokens. Both arguments are sums over tokens. For the loss of a global batch, add those of its
+    ranks or micro-batches before the call.
 
     Args:
         score_sum_E (Tensor[E]): float32 or float64, ``GateOutput.score_sum``.

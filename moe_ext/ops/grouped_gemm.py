@@ -30,10 +30,10 @@ def grouped_mm(
             strides.
         weight_EMK (Tensor[E, M, K]): one matrix per expert, in the dtype of the rows, any strides.
         expert_offsets (Tensor[E + 1]): int64, non-decreasing, in [0, N]; expert ``e`` owns the rows
-            from ``expert_offsets[e]`` to ``expert_offsets[e + 1]``. Or int32 ``[E]``, where every
-            row has an expert: the end of each expert's rows, as torch's `grouped_mm` takes them.
-            On CUDA that spares two launches a product, and rows behind the last end have any
-            values.
+            from ``expert_offsets[e]`` to ``expert_offsets[e + 1]``. If every row has an expert,
+            they may also be the int32 ends ``[E]`` of each expert's rows, as in torch's
+            `grouped_mm`. On CUDA that spares two launches for each product, and rows after the last
+            end have any values.
         bias_EM (Tensor[E, M]): added to each expert's rows, in the dtype of the rows; None adds
             nothing.
 
@@ -45,19 +45,20 @@ def grouped_mm(
         RuntimeError: an argument has the wrong device, dtype or shape, or the offsets decrease or
         leave the rows.
 
-    On CUDA nothing synchronises with the host: bfloat16 on devices of compute capability 9 and 10,
-    with rows and matrices at multiples of 16 bytes, is one library product over all experts. The
-    bias is added after that was rounded; all else is one launch of ours. Offsets that
-    decrease or leave the rows are not refused there. Float32 is the sum of six products of three
-    bfloat16 parts, as exact as its own products; infinities among its operands give NaN. The
-    environment variable ``MOE_EXT_GROUPED_MM``, read when moe_ext is imported, chooses "own" for
-    ours alone, or "quack" for quack-kernels, whose product is differentiable once.
+    On CUDA nothing synchronises with the host. On devices of compute capability 9 and 10, bfloat16
+    with rows and matrices at multiples of 16 bytes is one library product over all experts. The
+    bias is added after that product was rounded. All other products are one launch of ours. Offsets
+    that decrease or leave the rows are not refused on CUDA. A float32 product is the sum of six
+    products of three bfloat16 parts, as exact as products of float32. Infinities among its operands
+    give NaN. The environment variable ``MOE_EXT_GROUPED_MM``, read when moe_ext is imported,
+    chooses "own" for our product alone, or "quack" for quack-kernels, whose product is
+    differentiable once.
 
-    Deterministic; on CPU with the same bits for any number of threads: tiles of a fixed size go to
-    the library's product, each on one thread. On CUDA as far as the library's product is.
+    Deterministic, on CUDA as far as the library's product is. On CPU the bits are the same for any
+    number of threads: tiles of a fixed size go to the library's product, each on one thread.
     """
     device_type = x_NK.device.type
-    # The meta device has no autocast, and torch 2.11 cannot trace the question whether one has.
+    # The meta device has no autocast, and torch 2.11 cannot trace a check for devices without it.
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         x_NK, weight_EMK = _autocast(x_NK, dtype), _autocast(weight_EMK, dtype)
@@ -71,18 +72,18 @@ def grouped_mm(
 
 
 def row_alignment(rows: Tensor, num_rows: int, num_experts: int) -> int:
-    """The `align` of `permute_tokens` that suits the products of 16-bit rows on CPU.
+    """Return the `align` of `permute_tokens` that suits the products of these rows.
 
-    The library plans every number of rows anew, in up to ten times the time of the product, and
-    counts change with every batch. Multiples of 8 leave few numbers to plan; where experts have 16
-    rows on average, they add at most half again as many.
+    For 16-bit rows on CPU, the library makes a plan for each new number of rows. This takes up to
+    ten times as long as the product, and counts change with every batch. Multiples of 8 leave few
+    numbers to plan. If experts have 16 rows on average, the padding is at most half of that.
     """
     ragged = rows.device.type == "cpu" and rows.dtype in (torch.bfloat16, torch.float16)
     return 8 if ragged and num_rows >= 16 * num_experts else 1
 
 
 def wants_ends(rows: Tensor) -> bool:
-    """True if `grouped_mm` takes less time with int32 ends, where every row has an expert."""
+    """Return True if `grouped_mm` takes less time with int32 ends, if every row has an expert."""
     return rows.is_cuda
 
 
@@ -92,7 +93,7 @@ def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def num_experts_of(expert_offsets: Tensor | None) -> int:
-    """The number of experts that offsets or ends have; 1 where there are none."""
+    """Return the number of experts that offsets or ends have; 1 for None."""
     if expert_offsets is None:
         return 1
     return expert_offsets.shape[0] - int(expert_offsets.dtype == torch.int64)
@@ -149,7 +150,8 @@ def _bias_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _bias_backward(ctx: Any, gradient_EM: Tensor) -> tuple[Tensor, None]:
     (expert_offsets,) = ctx.saved_tensors
-    # Each row of an expert takes that expert's gradient: the product of a column of ones with it.
+    # Each row gets the gradient of its expert, which is the product of a column of ones with that
+    # gradient.
     ones_N1 = gradient_EM.new_ones((ctx.num_rows, 1))
     return torch.ops.moe_ext.grouped_mm(ones_N1, gradient_EM[:, :, None], expert_offsets), None
 

@@ -1,6 +1,6 @@
-"""Whose product over all experts `grouped_mm` takes on CUDA, and what the user chose.
+"""Finds the product over all experts that `grouped_mm` uses on CUDA, as the user chose it.
 
-The environment variable `MOE_EXT_GROUPED_MM` names one of `CHOICES`; without it "auto" holds.
+The environment variable `MOE_EXT_GROUPED_MM` names one of `CHOICES`; the default is "auto".
 
 Shape suffixes: E experts, K input features, M output features, N rows.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_ext.ops.autograd import refuse_second_derivative
 
-# The operator reads the variable, too: it alone tells torch's product from ours.
+# The C++ operator reads the variable, too. It alone decides between torch's product and ours.
 CHOICES = {
     "auto": "torch's product for bfloat16 on capability 9 and 10, ours for all else",
     "own": "ours",
@@ -30,11 +30,11 @@ Product = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def chosen_product(x_NK: Tensor, weight_EMK: Tensor) -> Product | None:
-    """The user's product for these tensors, None where the operator decides.
+    """Return the product that the user chose for these tensors, None if the operator decides.
 
     Raises:
         ValueError: the choice is unknown.
-        RuntimeError: it is not installed, or could not be loaded.
+        RuntimeError: the chosen library is not installed, or could not be loaded.
     """
     if CHOSEN not in CHOICES:
         raise ValueError(
@@ -52,7 +52,7 @@ def chosen_product(x_NK: Tensor, weight_EMK: Tensor) -> Product | None:
 
 
 def state() -> str:
-    """Text of `info` on the choice; loads nothing."""
+    """Return a text on the choice, for `info`; loads nothing."""
     if CHOSEN not in CHOICES:
         return f"{CHOSEN!r}, which is none of {', '.join(CHOICES)}"
     found = ""
@@ -65,16 +65,17 @@ def state() -> str:
     return f"{CHOSEN}: {CHOICES[CHOSEN]}{found}{passed}; MOE_EXT_GROUPED_MM chooses"
 
 
-# Device and dtype, to what was wrong when the products with gather were tried.
+# Maps device and dtype to the mistake in a trial of the products with gather; empty if right.
 faults: dict[tuple[torch.device, torch.dtype], str] = {}
 
 
 @functools.cache
 def quack() -> Any:
-    """The module of its products, or why there is none: tried once."""
+    """Return the module of quack's products, or a text that says why it does not load."""
     try:
         return importlib.import_module("quack.gemm_interface")
-    except Exception as error:  # it compiles and asks for a device while it is imported
+    except Exception as error:
+        # The import compiles code and asks for a device, so that any error may come.
         return f"{type(error).__name__}: {error}"
 
 
@@ -96,7 +97,7 @@ def _quack_product(
 
 
 class _Quack(torch.autograd.Function):
-    """The rows of no expert, and experts without rows, are zeroed before: it may leave them out."""
+    """Results are zeroed first: quack may leave out rows of no expert, and experts without rows."""
 
     @staticmethod
     def forward(
@@ -127,6 +128,7 @@ class _Quack(torch.autograd.Function):
 
 
 def _call(a: Tensor, b: Tensor, out: Tensor, **options: Any) -> Tensor:
-    # Tuning times kernels at first use of a shape, and counts change with every batch.
+    # Tuning would time kernels at the first use of a shape, and counts of rows change with every
+    # batch.
     quack().gemm(a, b, out=out, tuned=False, **options)
     return out

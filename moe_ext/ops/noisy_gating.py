@@ -21,8 +21,8 @@ class GShardGateOutput(NamedTuple):
         topk_idx (Tensor[T, 2]): int64; -1 for a dropped second choice and for a masked token.
         num_tokens_per_expert (Tensor[E]): int64, choices of each expert that were kept.
         score_sum (Tensor[E]): sum over the real tokens of each expert's softmax probability.
-        num_first_choices (Tensor[E]): int64, first choices of each expert: what GShard's balance
-            loss counts, ``load_balance_loss(score_sum, num_first_choices, 1)``.
+        num_first_choices (Tensor[E]): int64, first choices of each expert, for GShard's balance
+            loss ``load_balance_loss(score_sum, num_first_choices, 1)``.
     """
 
     topk_weights: Tensor
@@ -66,11 +66,11 @@ def routing_uniform(
     however the tokens are spread over ranks.
 
     Args:
-        rng_state (Tensor[4]): int64, ``(seed, layer, step, first_token)``; read where it lies.
+        rng_state (Tensor[4]): int64, ``(seed, layer, step, first_token)``; read on its device.
         num_tokens (int): T.
         num_columns (int): C.
-        stream (int): in [0, 256): 0 is the jitter's, 1 that of GShard's second expert, 2 the noise
-            of noisy top-k, 3 random drop priorities, 4 dropout, 5 rounding.
+        stream (int): in [0, 256): 0 for jitter, 1 for GShard's second expert, 2 for the noise of
+            noisy top-k, 3 for random drop priorities, 4 for dropout, 5 for rounding.
         token_idx (Tensor[T]): int64, indices of the tokens in the global batch; by default
             ``first_token + arange(T)``.
 
@@ -123,7 +123,8 @@ register_fake_like("moe_ext::routing_jitter", 0)
 
 def _jitter_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     _, rng_state, ctx.eps, token_idx = inputs
-    # A copy: the caller may set the next step before this one's backward pass.
+    # The state is copied, because the caller may set that of the next step before this backward
+    # pass.
     ctx.save_for_backward(rng_state.clone(), token_idx)
 
 
@@ -143,13 +144,13 @@ def gshard_gate(
     token_mask: Tensor | None = None,
     token_idx: Tensor | None = None,
 ) -> GShardGateOutput:
-    r"""GShard's top-2 gate: the second expert is kept at random, as often as it matters.
+    r"""GShard's top-2 gate: the second expert is kept at random, more often with a larger weight.
 
     With :math:`p = \mathrm{softmax}(x)`, the two largest :math:`p_1 \ge p_2` and
     :math:`g_i = p_i / (p_1 + p_2)`, the first expert gets weight :math:`g_1`; the second gets
     :math:`g_2` where :math:`u < 2 g_2` and is dropped elsewhere, :math:`u \sim U[0, 1)`. As in the
-    paper the draw is against the normalised :math:`g_2`, and :math:`g_1` stays as it is where the
-    second is dropped. Equal logits go to the lower index; -inf is never chosen.
+    paper, :math:`u` is compared with the normalised :math:`g_2`, and :math:`g_1` stays as it is
+    where the second is dropped. Equal logits go to the lower index; -inf is never chosen.
 
     Args:
         logits_TE (Tensor[T, E]): float32, float64, bfloat16 or float16, E at least 2. Arithmetic is
@@ -157,7 +158,7 @@ def gshard_gate(
         rng_state (Tensor[4]): as `routing_uniform`, stream 1, column 0; None always keeps the
             second expert.
         scale (float): finite factor of the weights, applied last.
-        token_mask (Tensor[T]): bool, True for a real token; the others are not looked at.
+        token_mask (Tensor[T]): bool, True for a real token; other tokens are not looked at.
         token_idx (Tensor[T]): as `routing_uniform`.
 
     Returns:
@@ -204,14 +205,14 @@ def noisy_topk_gate(
     token_mask: Tensor | None = None,
     token_idx: Tensor | None = None,
 ) -> NoisyGateOutput:
-    r"""Noisy top-k gating, with the sums that its two losses are made of.
+    r"""Noisy top-k gating, with the sums from which its two losses are computed.
 
     .. math::
         h = c + \epsilon \odot \sigma,\quad \epsilon \sim N(0, 1),\quad
         \sigma = \mathrm{softplus}(n) + \texttt{noise\_epsilon}
 
-    The K largest :math:`h` are chosen, and their softmax :math:`G` is the weights.
-    ``importance[e]`` is the sum over tokens of :math:`G_e`; ``load[e]`` is the sum of the
+    The K largest :math:`h` are chosen, and their softmax :math:`G` gives the weights.
+    ``importance[e]`` is the sum over tokens of :math:`G_e`. ``load[e]`` is the sum of the
     probability that :math:`e` would be chosen again if its own noise alone were drawn anew,
     :math:`\Phi((c_e - \mathrm{kth\_excluding}(h, K, e)) / \sigma_e)`. Without noise ``load`` is
     ``num_tokens_per_expert``, which has no gradient.
@@ -226,7 +227,7 @@ def noisy_topk_gate(
         top_k (int): in [1, E].
         noise_epsilon (float): at least 0; the paper has none, tensor2tensor and FastMoE add 0.01.
         scale (float): finite factor of the weights; ``importance`` is without it.
-        token_mask (Tensor[T]): bool, True for a real token; the others are not looked at.
+        token_mask (Tensor[T]): bool, True for a real token; other tokens are not looked at.
         token_idx (Tensor[T]): as `routing_uniform`.
 
     Returns:
@@ -270,7 +271,8 @@ def _noisy_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     if noise_logits is None:
         ctx.mark_non_differentiable(load)
     ctx.set_materialize_grads(False)
-    # A copy: the caller may set the next step before this one's backward pass.
+    # The state is copied, because the caller may set that of the next step before this backward
+    # pass.
     state = None if rng_state is None else rng_state.clone()
     ctx.save_for_backward(clean_logits, noise_logits, state, topk_idx, token_idx)
 
@@ -319,14 +321,14 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 def squared_variation(x_E: Tensor) -> Tensor:
     r"""The square of the coefficient of variation, :math:`\mathrm{Var}(x) / \mathrm{Mean}(x)^2`.
 
-    Of ``importance`` and of ``load`` it is the loss of noisy top-k gating; 0 when balanced,
-    E - 1 when one expert has all.
+    For ``importance`` and for ``load`` it is the loss of noisy top-k gating: 0 if balanced, E - 1
+    if one expert has all.
 
     Args:
         x_E (Tensor[E]): any floating dtype, at least 0.
 
     Returns:
-        Tensor[]: in the dtype of x, with the variance over E experts (not E - 1); 0 where all are
+        Tensor[]: in the dtype of x, with the variance over E experts (not E - 1); 0 if all are
         zero. Differentiable.
 
     Reference: Shazeer et al. 2017 (arXiv 1701.06538), eq. 7 and 11.

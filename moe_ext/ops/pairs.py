@@ -1,4 +1,4 @@
-"""Values and indices of a sparse gradient: indices as bytes of a known size, and their sum.
+"""Values and indices of a sparse gradient: indices as bytes of a known number, and sums of pairs.
 
 Shape suffixes: K pairs.
 """
@@ -12,7 +12,7 @@ _RUN = 65536
 
 
 def packed_index_bytes(count: int, numel: int) -> int:
-    """Bytes that `pack_indices` makes of `count` indices into `numel` elements."""
+    """Returns the bytes that `pack_indices` makes of `count` indices into `numel` elements."""
     runs = (numel + _RUN - 1) // _RUN
     in_runs = 2 * runs < count or numel > 2**31
     return -(-(4 * runs + 2 * count if in_runs else 4 * count) // 16) * 16
@@ -21,10 +21,10 @@ def packed_index_bytes(count: int, numel: int) -> int:
 def pack_indices(indices_K: Tensor, numel: int) -> Tensor:
     """Writes ascending indices as bytes whose number depends on K and numel alone.
 
-    The ends of the runs of 65536 elements (int32: how many indices lie below the end of each), then
-    offsets in the runs (uint16); or int32 indices, where these take no more and numel is at most
-    2^31. Little-endian, filled up with zeros to a multiple of 16 bytes. Without the header of
-    `encode_gradient`: both ends know K and numel.
+    The bytes have, for each run of 65536 elements, the number of indices below its end (int32), and
+    then offsets in the runs (uint16). They are int32 indices instead if these take no more and
+    numel is at most 2^31. Numbers are little-endian, and zeros fill up to a multiple of 16 bytes.
+    There is no header as in `encode_gradient`, because both ends know K and numel.
 
     Args:
         indices_K (Tensor[K]): int64 in [0, numel), not descending, at most 2^31 - 1.
@@ -34,8 +34,8 @@ def pack_indices(indices_K: Tensor, numel: int) -> Tensor:
         Tensor[packed_index_bytes(K, numel)]: uint8.
 
     Raises:
-        RuntimeError: an argument has the wrong dtype, shape or value. On CUDA values are not looked
-            at.
+        RuntimeError: an argument has the wrong dtype, shape or value. On CUDA values are not
+            checked.
 
     Deterministic.
     """
@@ -48,18 +48,18 @@ def _(indices: Tensor, numel: int) -> Tensor:
 
 
 def unpack_indices(packed: Tensor, count: int, numel: int) -> Tensor:
-    """Reads what `pack_indices` wrote.
+    """Reads the indices that `pack_indices` wrote.
 
     Args:
-        packed (Tensor): uint8, contiguous, from a multiple of 4 bytes on.
+        packed (Tensor): uint8, contiguous, at an address that is a multiple of 4 bytes.
         count (int): K.
-        numel (int): as it was packed.
+        numel (int): as given to `pack_indices`.
 
     Returns:
         Tensor[K]: int64; in [0, numel) whatever the bytes say.
 
     Raises:
-        RuntimeError: an argument has the wrong dtype or value, or the bytes another number.
+        RuntimeError: an argument has the wrong dtype or value, or there is another number of bytes.
 
     Deterministic.
     """
@@ -84,15 +84,16 @@ def add_pairs_(
 
     .. math:: out_{i_k - start} \mathrel{+}= v_k / divisor
 
-    for all k whose value is not zero. An index outside of the part of the tensor that ``out`` is
-    counts as the nearest one in it, so that nothing is written elsewhere whatever the bytes say.
+    for all k whose value is not zero. ``out`` is a part of the tensor. An index outside of that
+    part counts as the nearest one in it, so that nothing is written elsewhere whatever the bytes
+    say.
 
     Args:
         out (Tensor): float32, contiguous, of any shape; changed in place.
-        values_K (Tensor[K]): float32. Where indices repeat, one value at most is not zero.
-        packed (Tensor): uint8, contiguous, as `pack_indices` wrote it, from a multiple of 4 bytes
-            on.
-        numel (int): as it was packed.
+        values_K (Tensor[K]): float32. Of values with the same index, one at most is not zero.
+        packed (Tensor): uint8, contiguous, as `pack_indices` wrote it, at an address that is a
+            multiple of 4 bytes.
+        numel (int): as given to `pack_indices`.
         start (int): index of the first element of ``out``, in [0, numel].
         divisor (float): finite and not zero; rounded to float32.
 
@@ -100,7 +101,7 @@ def add_pairs_(
         RuntimeError: an argument has the wrong device, dtype, shape or value; nothing has changed
             then.
 
-    Deterministic; on CUDA, only where indices repeat as they may.
+    Deterministic; on CUDA, only if values of repeated indices are as above.
     """
     torch.ops.moe_ext.add_pairs_(out, values_K, packed, numel, start, divisor)
     torch.autograd.graph.increment_version(out)

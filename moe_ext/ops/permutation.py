@@ -22,7 +22,7 @@ class Permutation:
         row_of_slot (Tensor[T * K]): int64, row of a slot; -1 for a slot that has no row.
         expert_offsets (Tensor[E + 1]): int64, expert ``e`` owns the rows from
             ``expert_offsets[e]`` to ``expert_offsets[e + 1]``, its alignment padding included.
-            Rows past the last offset belong to nobody.
+            Rows past the last offset belong to no expert.
         num_tokens_per_expert (Tensor[E]): int64, rows of each expert that carry a token.
         num_dropped (Tensor[]): int64, slots refused for lack of capacity.
         top_k (int): slots of each token, K.
@@ -48,8 +48,8 @@ def permute_tokens(
 ) -> tuple[Tensor, Permutation]:
     """Copies each token once per chosen expert, rows sorted by expert and, within one, by slot.
 
-    The number of rows is ``N = min(T * K, E * capacity) + E * (align - 1)``: it does not depend on
-    the routing, so nothing waits for the counts. Rows without a slot are zero.
+    The number of rows is ``N = min(T * K, E * capacity) + E * (align - 1)``. It does not depend on
+    the routing, so that nothing waits for the counts. Rows without a slot are zero.
 
     Args:
         x_TD (Tensor[T, D]): tokens, any dtype.
@@ -64,12 +64,12 @@ def permute_tokens(
         align (int): each expert's rows are padded with zero rows to a multiple of this, >= 1.
 
     Returns:
-        tuple[Tensor[N, D], Permutation]: the rows and the tables of the way back. Differentiable
-        in ``x_TD``.
+        tuple[Tensor[N, D], Permutation]: the rows, and the tables for `unpermute_tokens`.
+        Differentiable in ``x_TD``.
 
     Raises:
         RuntimeError: an argument has the wrong device, dtype or shape, or, on CPU, an index is out
-            of range; on CUDA such a slot counts as not routed.
+            of range. On CUDA such a slot counts as not routed.
 
     Deterministic, with the same bits for any number of threads; does not synchronise the device.
     """
@@ -104,7 +104,7 @@ def _(
     return x.new_empty((num_rows, x.shape[1])), *tables
 
 
-# The transpose of a copy is a sum: every slot of a token gives its gradient back.
+# Every row is a copy of its token, whose gradient is therefore the sum of those of its rows.
 register_derivatives(
     "permute_tokens",
     {"x": "unpermute_tokens(grad_rows, slot_of_row, row_of_slot, columns(topk_idx))"},
@@ -121,9 +121,8 @@ def unpermute_tokens(
 
     Args:
         rows_ND (Tensor[N, D]): float32, float64, bfloat16 or float16.
-        permutation (Permutation): what `permute_tokens` returned with the rows.
-        topk_weights_TK (Tensor[T, K]): weight of each slot, any floating dtype; None weighs each by
-            one.
+        permutation (Permutation): the tables that `permute_tokens` returned with the rows.
+        topk_weights_TK (Tensor[T, K]): weight of each slot, any floating dtype; None for ones.
 
     Returns:
         Tensor[T, D]: in the dtype of the rows. Differentiable in the rows and in the weights.

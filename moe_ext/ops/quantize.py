@@ -10,9 +10,9 @@ from torch import Tensor
 
 from moe_ext.ops.fakes import register_fake_like
 
-# Formats and the bits of a code.
+# Bits of a code in each format.
 CODE_BITS = {"int8": 8, "int6": 6, "int4": 4, "int3": 3, "int2": 2, "sign": 1, "fp8": 8}
-# Elements of a row that share a scale, and bytes of a scale.
+# For each format of rows: elements of a row that share a scale, and bytes of a scale.
 ROW_SCALES = {"int8": (128, 4), "fp8": (128, 4), "mx": (32, 1)}
 _FORMATS = {bits: format for format, bits in CODE_BITS.items() if format != "fp8"}
 
@@ -21,11 +21,11 @@ class QuantizedBlocks(NamedTuple):
     """Codes and scales of a tensor.
 
     Attributes:
-        codes (Tensor): uint8. A code of q bits follows the last one without a gap, the lowest bit
-            first: element i has the bits q i to q i + q - 1, where bit b is bit b % 8 of byte
-            b // 8. Eight elements take q bytes. Integers are two's complement, fp8 is e4m3fn, a
-            sign is 1 for negative; what is left of the last byte is zero.
-        scales (Tensor[B]): float32, what a code of one stands for.
+        codes (Tensor): uint8. Codes of q bits follow each other without gaps, the lowest bit first:
+            element i has the bits q i to q i + q - 1, where bit b is bit b % 8 of byte b // 8.
+            Eight elements take q bytes. Integers are two's complement, fp8 is e4m3fn, a sign is 1
+            for negative; bits that are left in the last byte are zero.
+        scales (Tensor[B]): float32, the value of a code of one.
     """
 
     codes: Tensor
@@ -33,7 +33,7 @@ class QuantizedBlocks(NamedTuple):
 
 
 def format_of(op: str, bits: int, format: str | None) -> str:
-    """The format that is named, or that a number of bits stands for; ValueError for others."""
+    """Return the named format, or that of a number of bits; raise a ValueError for others."""
     if format is not None:
         return format
     if bits not in _FORMATS:
@@ -61,15 +61,15 @@ def quantize_blockwise(
     with :math:`c = 2^{bits - 1} - 1` (127, 31, 7, 3 and 1 for 8, 6, 4, 3 and 2 bits) and 448 for
     fp8. Two bits are the ternary numbers -1, 0 and 1. Rounded to the nearest, an element is off by
     at most :math:`s / 2 = \max |a| / 2 c`, at random by less than :math:`s`. Signs are 1 bit:
-    :math:`s` is the mean of :math:`|a|` and :math:`q = \pm 1`, so that they want a residual. A
+    :math:`s` is the mean of :math:`|a|` and :math:`q = \pm 1`, so that signs need a residual. A
     block of zeros has scale 0 and comes back as zeros.
 
     Args:
         x (Tensor[N]): float32, bfloat16 or float16, of any shape; not changed.
         bits (int): 8, 6, 4, 3, 2 or 1: the formats "int8" to "int2", and "sign".
         block (int or None): elements of a block, a power of two from 64 to 1024; the last may be
-            shorter. None is one scale for the whole tensor, which is then read once more; not for
-            signs, whose mean is that of a block.
+            shorter. None is one scale for the whole tensor, which is then read once more. Signs do
+            not take None, because their scale is the mean of a block.
         format (str): one of the names above, or "fp8" (e4m3fn); overrides ``bits``.
         residual (Tensor[N]): e, float32, contiguous, of the shape of x; changed in place. Without
             it :math:`a = x` and the error is lost.
@@ -77,14 +77,14 @@ def quantize_blockwise(
             so that the expectation is exact (Philox, stream 5, column = element, see
             `routing_uniform`); None rounds to the nearest, ties to even.
         check_finite (bool): look for NaN and infinity before a residual is changed in place, which
-            reads everything once more. Without it a block that holds one is not refused: on a CPU
-            it comes back as NaN, and the residual keeps all of its :math:`a`.
-        residual_in (Tensor[N]): e is read here, and not changed; ``residual``, in memory of its
-            own, is only written, whatever was in it. The check is then part of the pass, and
-            whoever may have to take a step back need not copy the residual first.
+            reads everything once more. If False, a block that holds one is not refused. On a CPU
+            the block comes back as NaN, and the residual keeps all of its :math:`a`.
+        residual_in (Tensor[N]): e is read here, and not changed. ``residual``, in memory of its
+            own, is only written, whatever was in it. The check is then part of the pass, and a
+            caller that may have to undo the step need not copy the residual first.
         element_offset (int): number of the first element in the stream of random numbers, a
-            multiple of ``block`` (of 1024 for None): pieces of a tensor then give the codes of the
-            whole, where each block has its scale.
+            multiple of ``block`` (of 1024 for None). Pieces of a tensor then give the codes of the
+            whole, if each block has its scale.
 
     Returns:
         QuantizedBlocks: codes and scales.
@@ -93,8 +93,8 @@ def quantize_blockwise(
         ValueError: an unknown number of bits.
         RuntimeError: an argument has the wrong device, dtype, shape or value; with
             ``check_finite``, an element of :math:`a` is NaN or infinite (the message names the
-            first). The tensor that e was read from has not changed then; ``residual`` beside a
-            ``residual_in`` may hold anything.
+            first). The tensor that e was read from has not changed then. With ``residual_in``,
+            ``residual`` may hold anything.
 
     Deterministic, with the same bits for any number of threads and every instruction set.
 
@@ -121,12 +121,12 @@ def quantize_blockwise(
 
 
 def code_bytes(numel: int, format: str) -> int:
-    """Bytes of the codes of so many elements."""
+    """Return the bytes of the codes of `numel` elements."""
     return (numel * CODE_BITS[format] + 7) // 8
 
 
 def num_scales(numel: int, block: int | None) -> int:
-    """Scales of so many elements."""
+    """Return the number of scales of `numel` elements."""
     return (numel + block - 1) // block if block else min(numel, 1)
 
 
@@ -146,15 +146,15 @@ def dequantize_blockwise(
     format: str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The numbers that the codes of `quantize_blockwise` stand for.
+    """Returns the numbers that the codes of `quantize_blockwise` stand for.
 
     Args:
         codes (Tensor): uint8, as `quantize_blockwise` returns them.
         scales (Tensor[B]): float32.
         numel (int): N.
-        bits (int): as they were made.
-        block (int or None): as they were made.
-        format (str): as they were made.
+        bits (int): as given to `quantize_blockwise`.
+        block (int or None): as given to `quantize_blockwise`.
+        format (str): as given to `quantize_blockwise`.
         dtype (torch.dtype): float32, bfloat16 or float16.
 
     Returns:
@@ -192,7 +192,7 @@ def dequantize_add_(
     format: str | None = None,
     accumulate: bool = True,
 ) -> None:
-    """Adds what `dequantize_blockwise` returns to a tensor, without making it.
+    """Adds the result of `dequantize_blockwise` to a tensor, without memory for that result.
 
     Args:
         out (Tensor): float32, bfloat16 or float16, contiguous, of any shape; changed in place.
@@ -218,7 +218,7 @@ register_fake_like("moe_ext::dequantize_add_")
 
 
 def quantize_rows(x: Tensor, format: str) -> Tensor:
-    r"""Codes the rows of a matrix, each into a row of bytes that holds all it needs.
+    r"""Codes each row of a matrix into a row of bytes, which has its codes and scales.
 
     A row of D elements becomes D bytes of codes and, behind them, the scales of its blocks. The
     last block may be shorter.
@@ -226,13 +226,13 @@ def quantize_rows(x: Tensor, format: str) -> Tensor:
     - "int8", "fp8": :math:`D + 4 \lceil D / 128 \rceil` bytes. Codes and scales of 128 elements are
       those of `quantize_blockwise`; a scale is a float32 of the machine.
     - "mx": :math:`D + \lceil D / 32 \rceil` bytes, MXFP8 of the OCP: fp8 (e4m3fn) codes with a
-      power of two as scale, of which the byte is the exponent plus 127 (e8m0). It is the least by
-      which the block's largest element is at most 448, so that no element is cut off.
+      power of two as scale, of which the byte is the exponent plus 127 (e8m0). The scale is the
+      least by which the block's largest element is at most 448, so that no element is cut off.
 
-    Rounded to the nearest, ties to even: with :math:`m = \max |x|` of the block, an element is off
-    by at most :math:`m / 254` for "int8"; for "fp8" and "mx" by 1/16 of itself, or where that is
-    less by :math:`m / 2^{18}` and :math:`m / 2^{17}`. A block in which something is NaN or infinite
-    comes back as NaN, all of it, and no other block does.
+    Codes are rounded to the nearest, ties to even. With :math:`m = \max |x|` of the block, an
+    element is off by at most :math:`m / 254` for "int8". For "fp8" and "mx" it is off by 1/16 of
+    itself, or where that is less by :math:`m / 2^{18}` and :math:`m / 2^{17}`. A block with a NaN
+    or an infinity comes back as NaN, all of it, and no other block does.
 
     Args:
         x (Tensor[N, D]): float32, bfloat16 or float16.
@@ -255,7 +255,7 @@ def quantize_rows(x: Tensor, format: str) -> Tensor:
 
 
 def row_bytes(dim: int, format: str) -> int:
-    """Bytes of a row of so many elements."""
+    """Return the bytes of a row of `dim` elements."""
     block, size = ROW_SCALES[format]
     return dim + num_scales(dim, block) * size
 
@@ -268,17 +268,17 @@ def _(x: Tensor, format: str) -> Tensor:
 def dequantize_rows(
     rows: Tensor, dim: int, format: str, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The numbers that the rows of `quantize_rows` stand for.
+    """Returns the numbers that the rows of `quantize_rows` stand for.
 
     Args:
         rows (Tensor[N, B]): uint8, as `quantize_rows` returns them.
         dim (int): D.
-        format (str): as they were made.
+        format (str): as given to `quantize_rows`.
         dtype (torch.dtype): float32, bfloat16 or float16.
 
     Returns:
-        Tensor[N, D]: code times scale, rounded once; what is finite stays finite in the dtype that
-        it was in before.
+        Tensor[N, D]: code times scale, rounded once. Finite numbers stay finite in the dtype that
+        they had before.
 
     Raises:
         RuntimeError: an argument has the wrong device, dtype, size or value.

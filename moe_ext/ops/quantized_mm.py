@@ -20,12 +20,12 @@ def quantized_mm(
     bits: int = 8,
     expert_offsets: Tensor | None = None,
 ) -> Tensor:
-    r"""``x @ weight.T`` with a weight of codes, and of outliers that are exact.
+    r"""Computes ``x @ weight.T`` with a weight of codes, and of outliers that are exact.
 
     .. math::
         y_{tm} = \sum_k x_{tk} (s_{m,k/block} q_{mk} + o_{mk})
 
-    Where reading the weight is what takes time, that is a half or a quarter of bfloat16.
+    If reading the weight takes the time, the product takes a half or a quarter of that in bfloat16.
 
     Args:
         x_TK (Tensor[T, K]): float32 or bfloat16.
@@ -35,10 +35,10 @@ def quantized_mm(
         outlier_columns_n (Tensor[n]): int32 in [0, K).
         outlier_offsets (Tensor[M + 1]): int64; row m has outliers [offsets[m], offsets[m + 1]).
         bits (int): 8 or 4.
-        expert_offsets (Tensor[E + 1]): as in `grouped_mm`, of the tokens: then the weight is those
-            of E experts one behind the other, `[E M, K]`, and a token is multiplied with its own
-            expert's. On CUDA that is one launch, and the host need not know the offsets; ones that
-            leave the tokens are not refused there.
+        expert_offsets (Tensor[E + 1]): offsets of the tokens, as in `grouped_mm`. The weight is
+            then `[E M, K]`, with E experts one after the other, and a token is multiplied by that
+            of its expert. On CUDA that is one launch, and the host need not know the offsets. Ones
+            that leave the tokens are not refused there.
 
     Returns:
         Tensor[T, M]: in the dtype of x; summed in float32. Tokens of no expert get zeros.
@@ -46,8 +46,8 @@ def quantized_mm(
     Raises:
         RuntimeError: an argument has the wrong device, dtype, shape or, on CPU alone, value.
 
-    Deterministic, with the same bits on every instruction set and on CUDA, where outliers out of
-    range are left out. No gradient.
+    Deterministic, with the same bits on every instruction set and on CUDA. Outliers out of range
+    are left out on CUDA. No gradient.
 
     Reference: Dettmers et al., SpQR, 2023 (arXiv 2306.03078), section 4, for outliers kept apart.
     """

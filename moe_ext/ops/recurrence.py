@@ -23,36 +23,37 @@ def gated_delta_rule(
     state_BHKV: Tensor,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    r"""A state a head that decays, forgets by the delta rule, and takes a key and a value.
+    r"""Runs a state for each head, which decays, forgets by the delta rule, and takes a value.
 
     .. math::
         S_t = e^{g_t} (I - \beta_t k_t k_t^T) S_{t-1} + \beta_t k_t v_t^T,\quad y_t = S_t^T q_t
 
-    Without beta it is gated linear attention, :math:`S_t = e^{g_t} S_{t-1} + k_t v_t^T`, as of
-    Mamba-2 and lightning attention. Computed by chunks of at most 64 positions: within one by
-    matrices, with the delta rule by a triangular system, and from one to the next by the state.
+    Without beta it is gated linear attention, :math:`S_t = e^{g_t} S_{t-1} + k_t v_t^T`, as in
+    Mamba-2 and lightning attention. The sequence is computed in chunks of at most 64 positions:
+    within a chunk by products of matrices, and with the delta rule by a triangular system. The
+    state leads from one chunk to the next.
 
     Args:
-        q_BGLK (Tensor[B, G, L, K]): float32 or float64, as all others; already scaled. Rows are
-            read where they lie if their elements are adjacent.
+        q_BGLK (Tensor[B, G, L, K]): float32 or float64, as all others; already scaled. Rows are not
+            copied if their elements are adjacent.
         k_BGLK (Tensor[B, G, L, K]): G divides H; head h reads group h // (H / G).
         v_BHLV (Tensor[B, H, L, V]): values.
         g_BHL (Tensor[B, H, L]): logarithms of decays, finite and not above 0.
         beta_BHL (Tensor[B, H, L]): None for gated linear attention.
-        state_BHKV (Tensor[B, H, K, V]): found by the first position.
-        documents (Tensor[B or 1, L]): int64; a position with another number than the one before it
-            finds a state of zeros, and no number of one document reaches another.
+        state_BHKV (Tensor[B, H, K, V]): the state before the first position.
+        documents (Tensor[B or 1, L]): int64. A position with another number than the one before it
+            starts from a state of zeros, and no number of one document reaches another.
 
     Returns:
-        (out, last) (Tensor[B, H, L, V], Tensor[B, H, K, V]): y, and the state behind the last
+        (out, last) (Tensor[B, H, L, V], Tensor[B, H, K, V]): y, and the state after the last
         position. Differentiable once, in all but documents. The inputs are saved, and with beta a
         tensor of the size of v.
 
     Raises:
         RuntimeError: an argument has the wrong device, dtype or shape.
 
-    Deterministic, with the same bits for any number of threads; on CUDA K is at most 256,
-    and 128 in float64. Does not synchronise the device.
+    Deterministic, with the same bits for any number of threads. On CUDA K is at most 256, and 128
+    in float64. Does not synchronise the device.
 
     Reference: Yang, Kautz, Hatamizadeh: Gated Delta Networks, 2024 (arXiv 2412.06464), section 3.3,
     equations 10 to 12; Dao, Gu: Transformers are SSMs, 2024 (arXiv 2405.21060), section 6.
@@ -86,29 +87,29 @@ def selective_scan(
     state_BHK: Tensor,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    r"""The selective state space of Mamba: a state a head whose elements decay each by itself.
+    r"""Mamba's selective state space: a state for each head, whose elements decay each by itself.
 
     .. math::
         S_{t,k} = e^{dt_t A_k} S_{t-1,k} + dt_t x_t B_{t,k},\quad y_t = \sum_k C_{t,k} S_{t,k}
 
     Args:
         x_BHL (Tensor[B, H, L]): float32 or float64, as all others; a head is a channel.
-        dt_BHL (Tensor[B, H, L]): steps, behind softplus.
+        dt_BHL (Tensor[B, H, L]): steps, after softplus.
         A_HK (Tensor[H, K]): rates, not above 0.
         B_BGLK (Tensor[B, G, L, K]): G divides H; head h reads group h // (H / G).
         C_BGLK (Tensor[B, G, L, K]): as B.
-        state_BHK (Tensor[B, H, K]): found by the first position.
+        state_BHK (Tensor[B, H, K]): the state before the first position.
         documents (Tensor[B or 1, L]): as `gated_delta_rule`.
 
     Returns:
-        (out, last) (Tensor[B, H, L], Tensor[B, H, K]): y, and the state behind the last position.
-        Differentiable once, in all but documents. The inputs are saved, and a state for 64
+        (out, last) (Tensor[B, H, L], Tensor[B, H, K]): y, and the state after the last position.
+        Differentiable once, in all but documents. The inputs are saved, and a state for every 64
         positions.
 
     Raises:
         RuntimeError: an argument has the wrong device, dtype or shape.
 
-    Deterministic, with the same bits for any number of threads; on CUDA at most 128 columns of A.
+    Deterministic, with the same bits for any number of threads. On CUDA A has at most 128 columns.
     Does not synchronise the device.
 
     Reference: Gu, Dao: Mamba, 2023 (arXiv 2312.00752), equation 2.
@@ -147,19 +148,19 @@ def causal_conv1d(
     *,
     silu: bool = False,
 ) -> Tensor:
-    """Depthwise convolution of each position with the W - 1 before it.
+    """Depthwise convolution of each position with the W - 1 positions before it.
 
     `y[d, t] = bias[d] + sum_w weight[d, w] x[d, t - W + 1 + w]` over positions of the document of
-    t, and with silu its `y * sigmoid(y)`.
+    t. With silu the result is `y * sigmoid(y)`.
 
     Args:
         x_BDL (Tensor[B, D, L]): float32 or float64, as all others, any strides.
         weight_DW (Tensor[D, W]): taps.
-        bias_D (Tensor[D]): or None.
+        bias_D (Tensor[D]): the bias; None for none.
         halo (Tensor[B, D, W - 1]): the positions before the first one.
-        documents (Tensor[B or 1, W - 1 + L]): int64, of the halo and of x; a position takes nothing
-            of one whose number, or that of a position in between, is another.
-        silu (bool): with that activation.
+        documents (Tensor[B or 1, W - 1 + L]): int64, numbers for the halo and for x. A position
+            takes nothing from a position with another number, or with another number in between.
+        silu (bool): apply this activation.
 
     Returns:
         Tensor[B, D, L]. Differentiable once, in all but documents. The inputs are saved.

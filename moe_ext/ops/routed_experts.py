@@ -1,4 +1,4 @@
-"""Gated experts that take tokens as they are, from a gate's choice to the tokens' sums in one call.
+"""Gated experts in one call, from tokens and the choice of a gate to the sums of the tokens.
 
 Shape suffixes: D model, E experts, F ffn, K top-k, T tokens, U = 2F.
 """
@@ -25,10 +25,10 @@ def routed_experts(
 ) -> tuple[Tensor, Tensor] | None:
     r"""Runs each token through its experts: :math:`y_t = \sum_k w_{tk} W^{down} h(W^{up} x_t)`.
 
-    The operators are those that a caller from Python would call one after the other, and so are the
-    bits; nothing of them is left for a reader.
+    The call runs the operators that a caller from Python would run one after the other, with the
+    same bits. Their results in between cannot be read afterwards.
 
-    NOTE: device-to-host sync, where quack-kernels are chosen: at the first call for a device and
+    NOTE: device-to-host sync, if quack-kernels are chosen, at the first call for a device and
     dtype.
 
     Args:
@@ -37,15 +37,16 @@ def routed_experts(
         topk_weights_TK: weight of each slot.
         gate_up_EUD: `[E, 2F, D]`.
         down_EDF: `[E, D, F]`.
-        kind: of `gated_activation`.
-        layout: of the 2F features, see `gated_activation`.
-        filled: no slot is -1.
+        kind: the activation, see `gated_activation`.
+        layout: layout of the 2F features, see `gated_activation`.
+        filled: True if no slot is -1.
 
     Returns:
         `[T, D]`, and the `num_dropped` of `permute_tokens`. None inside a graph of compile, without
-        the compiled module, and for others than plain tensors of one dtype.
+        the compiled module, and for tensors that are not plain or not of one dtype.
     """
-    # Parameters that FSDP2 has sharded are whole again only inside the experts' forward.
+    # Sharded parameters of FSDP2 are DTensors here: they are whole only inside the experts'
+    # `forward`.
     plain = {type(x_TD), type(gate_up_EUD), type(down_EDF)} <= {Tensor, torch.nn.Parameter}
     one_dtype = x_TD.dtype == gate_up_EUD.dtype == down_EDF.dtype
     if torch.compiler.is_compiling() or not plain or not one_dtype:

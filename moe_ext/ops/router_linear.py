@@ -13,10 +13,10 @@ from moe_ext.ops.fakes import acc_dtype
 def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     r"""Computes :math:`x W^\top`, summed and returned in float32 whatever the dtype of the model.
 
-    The products of bfloat16 and float16 numbers are exact in float32, so the logits are those of
-    the upcast tokens, without a copy of the tokens: on CPU tiles of rows are converted in the
-    cache. Logits rounded to bfloat16 would flip the choice between close experts. Autocast does
-    not change the result.
+    The products of bfloat16 and float16 numbers are exact in float32, so that the logits are those
+    of upcast tokens. The tokens are not copied; on CPU, tiles of rows are converted in the cache.
+    Logits rounded to bfloat16 would flip the choice between close experts. Autocast does not change
+    the result.
 
     Args:
         x_TD (Tensor[T, D]): float32, float64, bfloat16 or float16, any strides.
@@ -30,8 +30,8 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     Raises:
         RuntimeError: an argument has the wrong device, dtype or shape.
 
-    Deterministic. On CPU a token's logits have the same bits in any batch and for any number of
-    threads; on CUDA as far as the library's product is.
+    Deterministic, on CUDA as far as the library's product is. On CPU a token's logits have the same
+    bits in any batch and for any number of threads.
     """
     return torch.ops.moe_ext.router_logits(x_TD, weight_ED)
 

@@ -5,22 +5,22 @@ from torch import Tensor
 
 
 def scale_into_(out: Tensor, x: Tensor, *, scale: float) -> Tensor:
-    r"""Writes a tensor times a factor into another one, and looks at what it wrote, in one pass.
+    r"""Writes a tensor times a factor into another one, and checks the result, in one pass.
 
     .. math:: out_i = round(x_i \cdot scale)
 
-    The product is taken in float32 and rounded to the nearest, ties to even. Of float64 it is taken
-    in float64, and goes to shorter dtypes through float32, as `torch.Tensor.to` does.
+    The product is taken in float32 and rounded to the nearest, ties to even. For float64 it is
+    taken in float64, and goes to shorter dtypes through float32, as `torch.Tensor.to` does.
 
     Args:
         out (Tensor): float32, float64, bfloat16 or float16, contiguous, of any shape; overwritten.
-            ``x`` itself, or in memory of its own.
+            It is ``x`` itself, or in memory of its own.
         x (Tensor): of the same dtypes, contiguous, with as many elements.
         scale (float): rounded to float32, unless x is float64.
 
     Returns:
-        Tensor[]: bool; whether some element of ``out`` is NaN or infinite, which one that is finite
-        may be once it is rounded.
+        Tensor[]: bool; True if some element of ``out`` is NaN or infinite. A finite product may
+        become infinite when it is rounded.
 
     Raises:
         RuntimeError: an argument has the wrong device, dtype, shape or memory; nothing has changed

@@ -1,8 +1,9 @@
-"""Placements of the operators for DTensors: one table, and a text for operators that refuse them.
+"""Placements of the operators for DTensors: a table of rules, and reasons to refuse DTensors.
 
-A rule is written `results <- arguments`, for one axis of a mesh: a number is the dimension that is
-sharded, `+` a sum that is still to be made, `-` whole on every rank. Arguments that a rule does not
-name are whole, and so is everything where no rule fits: what lies otherwise is gathered first.
+A rule is written `results <- arguments`, for one axis of a mesh. A number is the sharded dimension,
+`+` is a sum that is still to be made, and `-` is whole on every rank. Arguments that a rule does
+not name are whole. If no rule fits, everything is whole. Tensors in other placements are gathered
+first.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _RULES: dict[str, Sequence[str]] = {
     "gated_activation": [f"{dim} <- x:{dim} slot_of_row:{dim}" for dim in range(3)],
     "_gated_activation_backward": [f"{dim} <- grad:{dim} x:{dim}" for dim in range(3)],
     "_gated_activation_backward_weighted": ["0 + <- grad:0 x:0 slot_of_row:0"],
-    # Gates that look at one token at a time; what they count are sums.
+    # Gates that look at one token at a time; their counts are sums over tokens.
     "topk_gate": [_TOKENS],
     "gate_weights": ["0 + + <- logits:0 topk_idx:0"],
     "_topk_gate_backward": ["0 <- grad_weights:0 logits:0 topk_idx:0"],
@@ -38,7 +39,7 @@ _RULES: dict[str, Sequence[str]] = {
     "router_logits": ["0 <- x:0", "1 <- weight:0", "+ <- x:1 weight:1"],
     "_router_logits_backward_x": ["0 <- grad:0", "1 <- weight:1", "+ <- grad:1 weight:0"],
     "_router_logits_backward_weight": ["0 <- grad:1", "1 <- x:1", "+ <- grad:0 x:0"],
-    # The place of a row depends on all tokens, and its columns do not: those are sharded.
+    # The place of a row depends on all tokens, which must be whole. Columns may be sharded.
     "permute_tokens": ["1 - - - - - <- x:1", "+ - - - - - <- x:+"],
     "unpermute_tokens": ["1 <- rows:1", "+ <- rows:+"],
     "_unpermute_tokens_backward": ["1 + <- grad:1 rows:1", "- + <- rows:+"],
@@ -47,7 +48,7 @@ _RULES: dict[str, Sequence[str]] = {
     "_grouped_mm_backward_bias": ["1 <- grad:1"],
     "quantize_rows": ["0 <- x:0"],
     "dequantize_rows": ["0 <- rows:0"],
-    # These look at all tokens at once, or at numbers that only the whole gives.
+    # Operators that look at all tokens at once, or at numbers that depend on all of them.
     **dict.fromkeys(
         (
             *("router_z_loss", "_router_z_loss_backward", "sequence_load"),
@@ -59,7 +60,7 @@ _RULES: dict[str, Sequence[str]] = {
     ),
 }
 
-# Their x and its gradient are never sharded in the last dimension.
+# Operators whose x, and its gradient, are never sharded in the last dimension.
 _WHOLE_ROWS = {"gated_activation", "_gated_activation_backward"}
 
 _REASONS = {
@@ -72,12 +73,12 @@ _PLAIN = {"_cpu_isa", "_set_cpu_isa", "_cpu_isa_supported", "_set_reuses_memory"
 def register_sharding_rules() -> None:
     """Have the operators of `moe_ext.ops` take DTensors, forward and backward; call it once.
 
-    Operators that work row by row take tokens that are sharded, `grouped_mm` takes weights sharded
-    in any dimension, experts included, and rows that are whole; columns of `permute_tokens` and
-    `unpermute_tokens` may be sharded. Tensors that are placed otherwise are gathered. Operators
-    that compress gradients, encode them, or compute a block of attention refuse DTensors.
+    Operators that work row by row take sharded tokens. `grouped_mm` takes whole rows, and weights
+    sharded in any dimension, experts included. Columns of `permute_tokens` and `unpermute_tokens`
+    may be sharded. Tensors in other placements are gathered. Operators that compress gradients,
+    encode them, or compute a block of attention refuse DTensors.
 
-    It imports `torch.distributed.tensor`, which takes a second.
+    The call imports `torch.distributed.tensor`, which takes a second.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.experimental import register_sharding
@@ -94,7 +95,7 @@ def register_sharding_rules() -> None:
 
 
 def _operators() -> list[Any]:
-    """Every operator of ours that takes tensors."""
+    """Return every operator of ours that takes tensors."""
     schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("moe_ext::")]
     names = sorted({s.name.removeprefix("moe_ext::") for s in schemas} - _PLAIN)
     return [getattr(torch.ops.moe_ext, name).default for name in names]
@@ -115,7 +116,7 @@ def _placement(code: str) -> Placement:
 
 
 def _strategy(operator: Any, rules: Sequence[str]) -> Any:
-    """Function for `register_sharding`: the placements that fit the arguments of a call."""
+    """Return a function for `register_sharding`, which lists placements that fit a call."""
     arguments = [a.name for a in operator._schema.arguments]
     whole_rows = operator._schema.name.removeprefix("moe_ext::") in _WHOLE_ROWS
 
@@ -142,7 +143,10 @@ def _strategy(operator: Any, rules: Sequence[str]) -> Any:
 
 
 def _grouped_mm(operator: Any, args: Any, kwargs: Any) -> Tensor:
-    """Weights stay where they are: rows come to them, and products of some experts are summands."""
+    """Compute `grouped_mm` of weights that stay where they are, and rows that come to them.
+
+    If a rank has some of the experts or columns, its product is a summand of the result.
+    """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -167,9 +171,10 @@ def _grouped_mm(operator: Any, args: Any, kwargs: Any) -> Tensor:
         place == Shard(2) and mesh.get_local_rank(i) > 0 for i, place in enumerate(of["weight"])
     ]
     if "bias" in local and any(sums):
-        local["bias"] = torch.zeros_like(local["bias"])  # the sum has it once
+        # The results of the ranks are summed, and the first rank alone adds the bias.
+        local["bias"] = torch.zeros_like(local["bias"])
     _, (first, *_) = compute_local_shape_and_global_offset(weight.shape, mesh, of["weight"])
-    # Rows of the experts before these and after them become zeros.
+    # Rows of experts on other ranks lie outside of these offsets, and become zeros.
     end = first + local["weight"].shape[0]
     local["expert_offsets"] = local["expert_offsets"][first : end + 1]
     shape = torch.Size((x.shape[0], weight.shape[1]))

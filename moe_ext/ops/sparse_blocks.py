@@ -10,7 +10,7 @@ from moe_ext.ops.fakes import register_fake_like
 
 
 def nonzero_blocks(x: Tensor, *, block: int = 256) -> Tensor:
-    """Marks the blocks of neighbouring elements in which something is not zero.
+    """Marks the blocks of neighbouring elements that have an element other than zero.
 
     Maps of several ranks are joined by a bitwise or; `block_indices` lists their blocks.
 
@@ -20,7 +20,7 @@ def nonzero_blocks(x: Tensor, *, block: int = 256) -> Tensor:
         block (int): elements of a block, at least 1; the last may be shorter.
 
     Returns:
-        Tensor[ceil(B / 8)]: uint8; bit ``b % 8`` of byte ``b // 8`` is block b's.
+        Tensor[ceil(B / 8)]: uint8; bit ``b % 8`` of byte ``b // 8`` belongs to block b.
 
     Raises:
         RuntimeError: an argument has the wrong dtype or value.
@@ -39,7 +39,7 @@ def _(x: Tensor, block: int) -> Tensor:
 
 
 def block_indices(bitmap: Tensor) -> Tensor:
-    """The blocks that a map of `nonzero_blocks` marks.
+    """Returns the numbers of the blocks that a map of `nonzero_blocks` marks.
 
     Args:
         bitmap (Tensor): uint8, as `nonzero_blocks` returns it, or the bitwise or of several.
@@ -78,11 +78,12 @@ def _(x: Tensor, block_idx: Tensor, block: int) -> Tensor:
 
 
 def scatter_blocks_(out: Tensor, packed: Tensor, block_idx_B: Tensor, *, block: int = 256) -> None:
-    """Copies blocks back to where `gather_blocks` took them from; the others stay as they are.
+    """Copies blocks back to where `gather_blocks` took them from; other blocks stay as they are.
 
     Args:
         out (Tensor): contiguous, of any shape; changed in place.
-        packed (Tensor[B, block]): in the dtype of ``out``; what lies past its end is left out.
+        packed (Tensor[B, block]): in the dtype of ``out``; elements past the end of ``out`` are
+            left out.
         block_idx_B (Tensor[B]): int64, ascending and all different.
         block (int): elements of a block, at least 1.
 
@@ -100,9 +101,9 @@ register_fake_like("moe_ext::scatter_blocks_")
 
 
 def sum_rows(rows_ND: Tensor, row_idx_N: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Adds the rows that belong together: the touched rows of an embedding, each once.
+    """Adds up rows with the same index, such as gradients of the touched rows of an embedding.
 
-    Rows whose numbers cancel stay in the result: which rows were touched is told by the indices.
+    A row whose sum is zero stays in the result, because the indices tell which rows were touched.
 
     Args:
         rows_ND (Tensor[N, D]): float32, float64, bfloat16 or float16.

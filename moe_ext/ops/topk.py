@@ -24,7 +24,7 @@ class SparseGradient(NamedTuple):
 
     @property
     def num_selected(self) -> Tensor:
-        """Tensor[]: how many of the values are not zero; the others only fill up K slots."""
+        """Tensor[]: number of values that are not zero; zeros only fill up K slots."""
         return self.values.count_nonzero()
 
 
@@ -34,10 +34,10 @@ class ThresholdGradient(NamedTuple):
     Attributes:
         values (Tensor[K] | Tensor[S*K]): float32, or float64 for float64 gradients; zeros from
             ``count`` on.
-        indices (Tensor[K] | Tensor[S*K]): int64, ascending, into the flattened gradient; the last
-            one of the gradient, or of the scope, from ``count`` on, so that adding all values at
-            all indices is right.
-        count (Tensor[] | Tensor[S]): int64, how many slots are filled.
+        indices (Tensor[K] | Tensor[S*K]): int64, ascending, into the flattened gradient. From
+            ``count`` on they are the last index of the gradient, or of the scope, so that adding
+            all values at all indices is right.
+        count (Tensor[] | Tensor[S]): int64, number of filled slots.
     """
 
     values: Tensor
@@ -46,7 +46,7 @@ class ThresholdGradient(NamedTuple):
 
 
 def scope_size_of(grad: Tensor, scope: str | int, op: str = "topk_compress_") -> int:
-    """Elements that choose among themselves, 0 for all of them; refuses an unknown scope."""
+    """Return the number of elements in a scope, 0 for the whole tensor; refuse an unknown scope."""
     if isinstance(scope, str) and scope in _SCOPES:
         if scope == "tensor" or grad.dim() == 0 or grad.numel() == 0:
             return 0
@@ -71,15 +71,15 @@ def topk_compress_(
     residual_in: Tensor | None = None,
     velocity_in: Tensor | None = None,
 ) -> SparseGradient:
-    r"""Adds a gradient to what is owed, takes the k largest out and keeps the rest.
+    r"""Adds a gradient to the residual, takes the k largest elements out and keeps the rest.
 
     .. math::
         u \leftarrow m u + g,\quad a = s e + u,\quad S = \mathrm{top}_k |a|,\quad
         e \leftarrow a \text{ with } a_S = 0,\quad u_S \leftarrow 0
 
     Without ``velocity``, :math:`u = g`. The choice is exact; among equal magnitudes the lower index
-    comes first. Nothing is lost: what is returned plus the residual is :math:`a`, bit for bit. With
-    fewer than k elements that are not zero, zeros of the lowest indices fill up: every index is
+    comes first. Nothing is lost: the returned values plus the residual are :math:`a`, bit for bit.
+    If fewer than k elements are not zero, zeros of the lowest indices fill up. Every index is then
     valid and differs from the others, and a zero changes nothing wherever it is added.
 
     Args:
@@ -87,22 +87,22 @@ def topk_compress_(
         residual (Tensor): e, float32 (float64 for float64), contiguous, of the gradient's shape;
             changed in place.
         k (int): elements to select from each scope, in [0, its elements].
-        scope (str | int): which elements compete: "tensor" all of them (a parameter, or a bucket
+        scope (str | int): the elements that compete: "tensor" all of them (a parameter, or a bucket
             that holds many); "row" those of the last dimension; "expert" those of one index of the
             first dimension; a number B those of B neighbours. The last scope may be smaller, and
-            gives all it has where that is less than k.
-        velocity (Tensor): u, as the residual: momentum correction and factor masking of Deep
-            Gradient Compression, the optimizer then runs without momentum.
+            gives all that it has if that is less than k.
+        velocity (Tensor): u, like the residual, for momentum correction and factor masking of Deep
+            Gradient Compression. The optimizer then runs without momentum.
         momentum (float): m in [0, 1); for ``velocity`` alone.
-        residual_scale (float): s, finite and at least 0: the last learning rate over this one keeps
-            a residual of gradients right when the rate changes; 0 drops the residual.
+        residual_scale (float): s, finite and at least 0. When the learning rate changes, the last
+            rate over the new one keeps a residual of gradients right. 0 drops the residual.
         check_finite (bool): refuse NaN and infinity. False is for gradients that clipping or a loss
             scaler has checked: a NaN is then selected as the largest of all.
-        residual_in (Tensor): e is read from here, and ``residual`` is only written; in memory of
-            its own, else as ``residual``, and not changed. The same bits with less traffic, and a
-            check that costs next to nothing: a step that may fail keeps the two apart, and swaps
-            them when it is done.
-        velocity_in (Tensor): the same of ``velocity``; given with ``residual_in`` where there is a
+        residual_in (Tensor): e is read from here, and ``residual`` is only written. It is like
+            ``residual``, in memory of its own, and not changed. The bits are the same with less
+            memory traffic, and the check costs next to nothing. A step that may fail keeps both
+            tensors, and swaps them when it is done.
+        velocity_in (Tensor): the same for ``velocity``; given with ``residual_in`` if there is a
             velocity.
 
     Returns:
@@ -112,8 +112,8 @@ def topk_compress_(
         ValueError: an unknown scope.
         RuntimeError: an argument has the wrong device, dtype, shape or value, or shares memory with
             another one; an element of :math:`a` is NaN or infinite (the message names the first).
-            Neither residual nor velocity has changed then; with ``residual_in`` they hold nothing
-            of use, and what was read has not changed.
+            Neither residual nor velocity has changed then. With ``residual_in`` they hold nothing
+            of use, and the tensors that were read have not changed.
 
     Deterministic, with the same bits for any number of threads and every instruction set.
 
@@ -163,16 +163,16 @@ def threshold_compress_(
     residual_in: Tensor | None = None,
     velocity_in: Tensor | None = None,
 ) -> ThresholdGradient:
-    r"""Adds a gradient to what is owed and takes out what reaches a threshold.
+    r"""Adds a gradient to the residual and takes out the elements that reach a threshold.
 
-    As `topk_compress_` with :math:`S = \{i : |a_i| \ge t,\ a_i \ne 0\}`: one pass, no search. Where
+    It is `topk_compress_` with :math:`S = \{i : |a_i| \ge t,\ a_i \ne 0\}`: one pass, no search. If
     more than ``capacity`` elements pass, the largest of them are taken (the lower index first among
     equals) and the others stay in the residual.
 
     A threshold that is carried from step to step follows the gradient: with ``target`` it is
     multiplied by :math:`(\mathrm{found} / \mathrm{target})^{1/8}`, by at least 1/2 and at most 2,
-    where `found` counts what passed, the overflow included. With a ``scope`` other than "tensor"
-    every scope has its threshold, capacity, target and count; S is their number.
+    where `found` counts elements that passed, the overflow included. With a ``scope`` other than
+    "tensor" every scope has its threshold, capacity, target and count; S is the number of scopes.
 
     Args:
         grad (Tensor): as `topk_compress_`.
@@ -182,8 +182,8 @@ def threshold_compress_(
         capacity (int): K, slots of the result (of each scope), in [0, elements of the gradient, or
             of a scope].
         target (int): elements that should pass (in each scope); 0 leaves the threshold as it is.
-        scope (str | int): as `topk_compress_`; slots of scope s are [s K, (s + 1) K), also those of
-            a last one that is smaller.
+        scope (str | int): as `topk_compress_`; slots of scope s are [s K, (s + 1) K), also for a
+            last scope that is smaller.
         velocity (Tensor): as `topk_compress_`.
         momentum (float): as `topk_compress_`.
         residual_scale (float): as `topk_compress_`.
@@ -195,7 +195,7 @@ def threshold_compress_(
         ThresholdGradient: values and indices, in the order of the indices, and their count.
 
     Raises:
-        ValueError: ``target`` with a threshold that is no tensor.
+        ValueError: ``target`` is given with a threshold that is not a tensor.
         RuntimeError: as `topk_compress_`; the threshold, which has not changed then, is negative,
             infinite or NaN.
 
@@ -236,7 +236,7 @@ def threshold_compress_(
 def _(
     grad: Tensor, residual: Tensor, threshold: Tensor, capacity: int, *_rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # A threshold, and so many slots, for each scope.
+    # Each scope has a threshold and `capacity` slots.
     slots = threshold.numel() * capacity
     return (
         residual.new_empty((slots,)),

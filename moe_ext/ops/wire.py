@@ -23,8 +23,7 @@ class DecodedGradient(NamedTuple):
 
     Attributes:
         values (Tensor[K]): float32.
-        indices (Tensor[K]): int64, ascending and all different; None where every element has a
-            value.
+        indices (Tensor[K]): int64, ascending and all different; None if every element has a value.
         numel (int): elements of the gradient.
     """
 
@@ -34,7 +33,7 @@ class DecodedGradient(NamedTuple):
 
 
 def choose_index_codec(num_values: int, numel: int) -> str:
-    """The shortest index codec whose size does not depend on the data: equal on all ranks.
+    """Returns the shortest index codec whose size does not depend on data, so that ranks agree.
 
     Args:
         num_values (int): K.
@@ -65,25 +64,25 @@ def encode_gradient(
     every byte). Offsets are 64 bits throughout.
 
     Args:
-        values_K (Tensor[K]): float32. Coarse codecs lose something here: quantise before with a
-            residual where that matters.
-        indices_K (Tensor[K]): int64, ascending and all different, in [0, numel); None where K is
+        values_K (Tensor[K]): float32. Coarse codecs round them. If that matters, quantise with a
+            residual before.
+        indices_K (Tensor[K]): int64, ascending and all different, in [0, numel); None if K is
             numel.
         numel (int): elements of the gradient, in [0, 2^62].
-        index_codec (str): "bitmap" (numel / 8 bytes); "u16" (2 bytes an index and 4 for each 65536
-            elements); "delta" (1 byte an index where one element of 128 is sent or more, 2 where
-            one of 16384 is); "dense" (none); or "auto": `choose_index_codec`.
+        index_codec (str): "bitmap" (numel / 8 bytes); "u16" (2 bytes for each index and 4 for each
+            65536 elements); "delta" (1 byte for each index if at least one element of 128 is sent,
+            2 if one of 16384 is); "dense" (none); or "auto": `choose_index_codec`.
         value_codec (str): "fp32", "bf16", "fp8", "int8", "int4" or "sign"; the last four with a
             scale for each ``block`` values, see `quantize_blockwise`.
         block (int): a power of two from 64 to 1024.
         checksum (bool): add a CRC-32C, for debugging.
 
     Returns:
-        Tensor: uint8; its size depends on K, numel and the codecs alone, but for "delta".
+        Tensor: uint8; its size depends on K, numel and the codecs alone, except for "delta".
 
     Raises:
-        ValueError: the values are no vector of float32, the value codec is unknown, or indices are
-            missing.
+        ValueError: the values are not a vector of float32, the value codec is unknown, or indices
+            are missing.
         RuntimeError: an argument has the wrong device, dtype, shape or value.
 
     Deterministic.
@@ -132,9 +131,9 @@ def _(indices: Any, codes: Tensor, scales: Tensor, *sizes: Any) -> Tensor:
 
 
 def decode_gradient(payload: Tensor) -> DecodedGradient:
-    """Unpacks what `encode_gradient` made.
+    """Unpacks a payload of `encode_gradient`.
 
-    Whatever the bytes, the indices that come back are ascending and in range, and no more memory is
+    Whatever the bytes are, the returned indices are ascending and in range, and no more memory is
     taken than the payload's size pays for.
 
     Args:
@@ -165,7 +164,7 @@ def decode_gradient(payload: Tensor) -> DecodedGradient:
 
 @torch.library.register_fake("moe_ext::_payload_header")
 def _(payload: Tensor) -> Tensor:
-    # On the CPU, where the host reads it: graphs of a device are cut there.
+    # The header is on the CPU, because the host reads it. Graphs of a device are cut there.
     return torch.empty((5,), dtype=torch.int64)
 
 
