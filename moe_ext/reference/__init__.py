@@ -1,4 +1,4 @@
-"""Slow, obvious formulas in plain PyTorch: the tests' oracle, and the maths to read."""
+"""Slow, obvious formulas in plain PyTorch: the oracle of the tests, and the maths to read."""
 
 from moe_ext.reference.activation import activation, gated_activation
 from moe_ext.reference.adam import adam_step_

@@ -29,7 +29,7 @@ def gated_activation(
     slot_weights: Tensor | None = None,
     slot_of_row: Tensor | None = None,
 ) -> Tensor:
-    """As `moe_ext.ops.gated_activation`: split the columns, activate the gate, multiply."""
+    """Same as `moe_ext.ops.gated_activation`: split the columns, activate the gate, multiply."""
     gate, up = x.chunk(2, dim=-1) if layout == "concatenated" else (x[..., ::2], x[..., 1::2])
     y = _FUNCTIONS[_GATES[kind]](widened(gate)) * widened(up)
     if slot_weights is not None and slot_of_row is not None:
@@ -41,5 +41,5 @@ def gated_activation(
 
 
 def activation(x: Tensor, *, kind: str) -> Tensor:
-    """As `moe_ext.ops.activation`."""
+    """Same as `moe_ext.ops.activation`."""
     return _FUNCTIONS[kind](widened(x)).to(x.dtype)

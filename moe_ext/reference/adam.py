@@ -19,7 +19,7 @@ def adam_step_(
     copy: Tensor | None = None,
     follow_copy: bool = False,
 ) -> None:
-    """As `moe_ext.ops.adam_step_`."""
+    """Same as `moe_ext.ops.adam_step_`."""
     if copy is not None and follow_copy:
         written = copy.to(param.dtype).view_as(param)
         param.copy_(torch.where(param.to(copy.dtype).to(param.dtype) == written, param, written))

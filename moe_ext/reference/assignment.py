@@ -16,7 +16,7 @@ from moe_ext.reference.gating import real_tokens, scores, widened
 def expert_choice_gate(
     logits_TE: Tensor, capacity: int, *, token_mask: Tensor | None = None
 ) -> GateOutput:
-    """As `moe_ext.ops.expert_choice_gate`."""
+    """Same as `moe_ext.ops.expert_choice_gate`."""
     real_T = real_tokens(logits_TE, token_mask)
     p_RE = widened(logits_TE[real_T]).softmax(dim=1)
     p_TE = p_RE.new_zeros(logits_TE.shape).index_put((real_T,), p_RE)
@@ -42,7 +42,7 @@ def sinkhorn_gate(
     tolerance: float = 1e-4,
     token_mask: Tensor | None = None,
 ) -> GateOutput:
-    """As `moe_ext.ops.sinkhorn_gate`."""
+    """Same as `moe_ext.ops.sinkhorn_gate`."""
     real_T = real_tokens(logits_TE, token_mask)
     x_RE = widened(logits_TE[real_T])
     scale_E = sinkhorn_scale(x_RE.detach(), num_iters, tolerance)
@@ -61,7 +61,7 @@ def sinkhorn_gate(
 
 
 def sinkhorn_scale(x_RE: Tensor, num_iters: int, tolerance: float) -> Tensor:
-    """The factors of the experts."""
+    """Return the factors c of the experts."""
     num_tokens, num_experts = x_RE.shape
     scale_E = x_RE.new_ones(num_experts)
     if num_tokens == 0:
@@ -77,12 +77,13 @@ def sinkhorn_scale(x_RE: Tensor, num_iters: int, tolerance: float) -> Tensor:
 
 
 def balanced_assignment(scores_TE: Tensor, *, token_mask: Tensor | None = None) -> Tensor:
-    """As `moe_ext.ops.balanced_assignment`, exact, in time cubic in the number of tokens."""
+    """Same as `moe_ext.ops.balanced_assignment`, exact, in time cubic in the number of tokens."""
     real_T = real_tokens(scores_TE, token_mask)
     scores = scores_TE[real_T].double().tolist()
     num_tokens, num_experts = len(scores), scores_TE.shape[1]
     even, rest = divmod(num_tokens, num_experts)
-    # Places: `even` of each expert, and a single one of each that a dummy may take as well.
+    # Every expert has `even` places for tokens alone. If tokens are left over, every expert has one
+    # more place, which a token or a dummy may take.
     places = [e for e in range(num_experts) for _ in range(even)]
     num_even = len(places)
     if rest:
@@ -98,7 +99,10 @@ def balanced_assignment(scores_TE: Tensor, *, token_mask: Tensor | None = None) 
 
 
 def _hungarian(costs: list[list[float]]) -> list[int]:
-    """Column of each row of a square matrix, at the least sum: shortest augmenting paths."""
+    """Return a column for each row of a square matrix, with the least sum.
+
+    The columns are found by shortest augmenting paths.
+    """
     n = len(costs)
     row_price, column_price = [0.0] * (n + 1), [0.0] * (n + 1)
     row_of_column, previous = [0] * (n + 1), [0] * (n + 1)
@@ -137,7 +141,7 @@ def sequence_load(
     score_fn: str = "softmax",
     token_mask: Tensor | None = None,
 ) -> SequenceLoad:
-    """As `moe_ext.ops.sequence_load`."""
+    """Same as `moe_ext.ops.sequence_load`."""
     real_T = real_tokens(logits_TE, token_mask)
     x_TE = widened(logits_TE).masked_fill(~real_T[:, None], 0)
     share_TE = scores(x_TE, score_fn)
@@ -153,7 +157,7 @@ def sequence_load(
 def sequence_balance_loss(
     score_sum_BE: Tensor, num_tokens_per_expert_BE: Tensor, top_k: int
 ) -> Tensor:
-    """As `moe_ext.ops.sequence_balance_loss`, one sequence after the other."""
+    """Same as `moe_ext.ops.sequence_balance_loss`, one sequence after the other."""
     losses = []
     for score_sum_E, counts_E in zip(score_sum_BE, num_tokens_per_expert_BE, strict=True):
         num_tokens = counts_E.sum() / top_k

@@ -36,7 +36,7 @@ def attention_block(
     batch_offset: int = 0,
     head_offset: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """As `moe_ext.ops.attention_block`."""
+    """Same as `moe_ext.ops.attention_block`."""
     q, k, v = widened(q_BHQD), widened(k_BGKD), widened(v_BGKD)
     if k.shape[1]:
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
@@ -55,11 +55,11 @@ def attention_block(
     if key_mask is not None:
         seen = seen & key_mask[:, None, None, :]
     if bias is not None:
-        # As for rows without keys: a score of -inf has no gradient that were a number.
+        # A bias of -inf hides its key, because the gradient of a score of -inf would be NaN.
         seen = seen & (bias > -math.inf)
     scores = scores.masked_fill(~seen, -math.inf)
     lse = scores.logsumexp(dim=3)
-    # Rows without keys: the difference of two infinities would be NaN, also in the gradient.
+    # In rows without keys, the difference of two infinities would be NaN, also in the gradient.
     empty = lse == -math.inf
     p = (scores - lse.masked_fill(empty, 0)[..., None]).exp()
     if dropout_p:
@@ -73,7 +73,7 @@ def attention_block(
 def attention_delta(
     grad_out_BHQD: Tensor, out_BHQD: Tensor, grad_lse_BHQ: Tensor | None = None
 ) -> Tensor:
-    """As `moe_ext.ops.attention_delta`."""
+    """Same as `moe_ext.ops.attention_delta`."""
     delta_BHQ = (grad_out_BHQD * out_BHQD).sum(dim=3)
     return delta_BHQ if grad_lse_BHQ is None else delta_BHQ - grad_lse_BHQ
 
@@ -81,7 +81,7 @@ def attention_delta(
 def merge_attention(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `moe_ext.ops.merge_attention`: a softmax over two, of which either may be empty."""
+    """Same as `moe_ext.ops.merge_attention`: a softmax over two, of which either may be empty."""
     lses = torch.stack([lse_a, lse_b])
     lses = lses.masked_fill(lses == math.inf, -math.inf)
     lse = lses.logsumexp(dim=0)
@@ -91,7 +91,7 @@ def merge_attention(
 
 
 def merge_attention_sinks(out: Tensor, lse: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
-    """As `moe_ext.ops.merge_attention_sinks`: a key with its head's logit and value 0."""
+    """Same as `moe_ext.ops.merge_attention_sinks`: a key with its head's logit and value 0."""
     sinks_BHQ = sinks_H.to(lse.dtype)[:, None].expand(lse.shape)
     return merge_attention(out, lse, torch.zeros_like(out), sinks_BHQ)
 
@@ -116,7 +116,7 @@ def _keep(
     batch_offset: int,
     head_offset: int,
 ) -> Tensor:
-    """Factors of dropout on the softmax: 0, or 1 / (1 - p)."""
+    """Return the factors of dropout on the softmax: 0, or 1 / (1 - p)."""
     columns = int(k_positions_K.max()) + 1 if k_positions_K.numel() else 0
     uniform = []
     for b in range(batch_offset, batch_offset + q.shape[0]):
@@ -131,7 +131,7 @@ def _keep(
             )
             uniform.append(u_QK[:, k_positions_K.cpu()])
     shape = (*q.shape[:3], len(k_positions_K))
-    # A threshold of 24 bits, as the numbers.
+    # The threshold has 24 bits, like the random numbers.
     threshold = round(dropout_p * 2**24) * 2.0**-24
     keep = torch.stack(uniform).view(shape) >= threshold if uniform else torch.ones(shape)
     return keep.to(q) / (1 - dropout_p)

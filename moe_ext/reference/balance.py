@@ -1,4 +1,4 @@
-"""Plans of balance in plain Python, one row of an expert at a time where it can be.
+"""Plans of balance in plain Python.
 
 Shape suffixes: P ranks, E experts, S = 2 E / P slots of a rank.
 """
@@ -10,7 +10,7 @@ from moe_ext.ops.balance import BalancePlan
 
 
 def plan_balance(num_tokens_per_expert_E: Tensor, num_ranks: int) -> BalancePlan:
-    """As `moe_ext.ops.plan_balance`."""
+    """Same as `moe_ext.ops.plan_balance`."""
     load = num_tokens_per_expert_E.tolist()
     num_experts, num_rows = len(load), sum(load)
     at_home = num_experts // num_ranks
@@ -25,7 +25,7 @@ def plan_balance(num_tokens_per_expert_E: Tensor, num_ranks: int) -> BalancePlan
     table: list[dict[int, int]] = [{e: load[e]} for e in range(num_experts)]
 
     def fill(low: list[int], high: list[int]) -> None:
-        # Both are taken from the front.
+        # Experts are taken from the front of both lists.
         while low and high:
             to, source = low.pop(0), high[0]
             amount = -excess[to]
@@ -62,7 +62,7 @@ def plan_balance(num_tokens_per_expert_E: Tensor, num_ranks: int) -> BalancePlan
 
 
 def split_rows(counts_PE: Tensor, plan: BalancePlan) -> Tensor:
-    """As `moe_ext.ops.split_rows`."""
+    """Same as `moe_ext.ops.split_rows`."""
     num_ranks, num_experts = counts_PE.shape
     num_slots = plan.slot_expert.shape[1]
     expert, planned = plan.slot_expert.flatten().tolist(), plan.slot_rows.flatten().tolist()

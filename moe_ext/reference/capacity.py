@@ -19,7 +19,7 @@ def limit_capacity(
     ranked_idx: Tensor | None = None,
     overflow: str = "drop",
 ) -> tuple[Tensor, Tensor]:
-    """As `moe_ext.ops.limit_capacity`."""
+    """Same as `moe_ext.ops.limit_capacity`."""
     num_tokens, top_k = topk_idx_TK.shape
     keys = priority if policy == "random" else topk_weights
     key = [[0.0] * top_k] * num_tokens if keys is None else keys.tolist()

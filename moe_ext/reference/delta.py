@@ -5,13 +5,13 @@ from torch import Tensor
 
 
 def delta_places(x: Tensor, base: Tensor) -> Tensor:
-    """Places of the elements whose bits differ, ascending."""
+    """Return the places of the elements whose bits differ, ascending."""
     raw = [t.flatten().view(torch.uint8).view(t.numel(), t.itemsize) for t in (x, base)]
     return (raw[0] != raw[1]).any(dim=1).nonzero().flatten()
 
 
 def delta_hash(x: Tensor, seed: int = 0) -> int:
-    """As `moe_ext.ops.delta_hash`."""
+    """Same as `moe_ext.ops.delta_hash`."""
     mask, found = (1 << 64) - 1, 0
     raw = x.flatten().view(torch.uint8).view(x.numel(), x.itemsize).tolist()
     for place, item in enumerate(raw):

@@ -1,4 +1,6 @@
-"""Decoding of exponents in plain PyTorch, as the format is described; encoding is free to choose.
+"""Decoding of exponents in plain PyTorch, from the description of the format.
+
+There is no encoder, since encoders may choose among several codes.
 
 Shape suffixes: n elements of a block.
 """
@@ -16,14 +18,17 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _codes(planes: Tensor, width: int, count: int) -> Tensor:
-    """A code for each of `count` elements, from `width` planes of 64 bits side by side."""
+    """Return a code for each of `count` elements, from `width` planes of 64 bits side by side."""
     bits = (planes[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
     words = bits.view(-1, width, 64).long()
     return (words << torch.arange(width)[:, None]).sum(dim=1).flatten()[:count]
 
 
 def _exponents(coded: Tensor, plan: int, symbols: list[int], n: int) -> list[int]:
-    """Exponents of a block: a level at a time, each those that the last one has no code for."""
+    """Return the exponents of a block, one level at a time.
+
+    Each level has the exponents for which the levels before have no code.
+    """
     places, found = torch.arange(n), torch.zeros(n, dtype=torch.long)
     for width in _PLANS[plan]:
         num_bytes = 8 * width * -(-len(places) // 64)
@@ -59,7 +64,7 @@ def _block(block: Tensor, n: int, dtype: torch.dtype) -> Tensor:
 
 
 def decode_exponents_(out: Tensor, payload: Tensor) -> None:
-    """As `moe_ext.ops.decode_exponents_`, of payloads that are not damaged."""
+    """Same as `moe_ext.ops.decode_exponents_`, for payloads that are not damaged."""
     numel, flat = out.numel(), out.view(-1).view(_BITS[out.dtype])
     blocks = -(-numel // _BLOCK)
     sizes = payload[16 : 16 + 4 * blocks].clone().view(torch.int32).tolist()

@@ -24,7 +24,7 @@ def topk_gate(
     token_mask: Tensor | None = None,
     group_score: str | None = None,
 ) -> GateOutput:
-    """As `moe_ext.ops.topk_gate`: the formulas one after another, on the real tokens."""
+    """Same as `moe_ext.ops.topk_gate`: the formulas one after another, on the real tokens."""
     num_tokens, num_experts = logits_TE.shape
     real_T = real_tokens(logits_TE, token_mask)
     x_RE = widened(logits_TE[real_T])
@@ -59,7 +59,7 @@ def gate_weights(
     renormalize: bool = True,
     scale: float = 1.0,
 ) -> GateOutput:
-    """As `moe_ext.ops.gate_weights`."""
+    """Same as `moe_ext.ops.gate_weights`."""
     num_experts = logits_TE.shape[1]
     real_T = (topk_idx_TK >= 0).any(dim=1)
     x_RE = widened(logits_TE[real_T])
@@ -81,13 +81,13 @@ def gate_weights(
 
 
 def router_z_loss(logits_TE: Tensor, *, token_mask: Tensor | None = None) -> Tensor:
-    """As `moe_ext.ops.router_z_loss`."""
+    """Same as `moe_ext.ops.router_z_loss`."""
     x_RE = widened(logits_TE if token_mask is None else logits_TE[token_mask])
     return x_RE.logsumexp(dim=1).square().sum() / max(1, x_RE.shape[0])
 
 
 def load_balance_loss(score_sum_E: Tensor, num_tokens_per_expert_E: Tensor, top_k: int) -> Tensor:
-    """As `moe_ext.ops.load_balance_loss`."""
+    """Same as `moe_ext.ops.load_balance_loss`."""
     counts_E = num_tokens_per_expert_E.to(score_sum_E.dtype)
     num_choices = counts_E.sum().clamp(min=1)
     mean_score_E = score_sum_E * top_k / num_choices
@@ -95,7 +95,7 @@ def load_balance_loss(score_sum_E: Tensor, num_tokens_per_expert_E: Tensor, top_
 
 
 def scores(x_TE: Tensor, score_fn: str) -> Tensor:
-    """Scores of all experts, for the softmaxes and the others."""
+    """Return the scores of all experts: their softmax, or those of another function by name."""
     if score_fn == "sigmoid":
         return x_TE.sigmoid()
     if score_fn == "sqrtsoftplus":
@@ -104,12 +104,12 @@ def scores(x_TE: Tensor, score_fn: str) -> Tensor:
 
 
 def widened(x: Tensor) -> Tensor:
-    """Numbers in the dtype that operators compute in: float32, or float64 as they are."""
+    """Return numbers in the dtype in which operators compute: float32, or float64 for float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def real_tokens(x_TE: Tensor, token_mask: Tensor | None) -> Tensor:
-    """The mask, all True where there is none."""
+    """Return the mask; all True for None."""
     if token_mask is not None:
         return token_mask
     return torch.ones(x_TE.shape[0], dtype=torch.bool, device=x_TE.device)
@@ -120,7 +120,7 @@ def _denominator(scores: Tensor) -> Tensor:
 
 
 def best(keys: Tensor, k: int) -> Tensor:
-    """Columns of the k largest, best first; a stable sort leaves the lower index first in a tie."""
+    """Return the columns of the k largest keys, best first, and in a tie the lower index first."""
     return keys.sort(dim=1, descending=True, stable=True).indices[:, :k]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 def grouped_mm(
     x_NK: Tensor, weight_EMK: Tensor, expert_offsets: Tensor, *, bias_EM: Tensor | None = None
 ) -> Tensor:
-    """As `moe_ext.ops.grouped_mm`: one product per expert, zeros for the rows of none."""
+    """Same as `moe_ext.ops.grouped_mm`: one product per expert, zeros for the rows of none."""
     starts = [0] if expert_offsets.dtype == torch.int32 else []
     offsets = [*starts, *expert_offsets.tolist()]
     num_rows, dim = x_NK.shape[0], weight_EMK.shape[1]

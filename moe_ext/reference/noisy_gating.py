@@ -22,7 +22,7 @@ def routing_uniform(
     stream: int,
     token_idx: Tensor | None = None,
 ) -> Tensor:
-    """As `moe_ext.ops.routing_uniform`."""
+    """Same as `moe_ext.ops.routing_uniform`."""
     words_TC = _routing_words(rng_state, num_tokens, num_columns, stream, token_idx)
     return (words_TC >> 8).to(torch.float32) * 2.0**-24
 
@@ -35,7 +35,10 @@ def routing_normal(
     stream: int,
     token_idx: Tensor | None = None,
 ) -> Tensor:
-    """The normals of the noisy gate, in float64: Box-Muller of two neighbouring columns' words."""
+    """Return the normal numbers of the noisy gate, by Box-Muller in float64.
+
+    Two neighbouring columns share two words.
+    """
     even_columns = num_columns + num_columns % 2
     words_TC = _routing_words(rng_state, num_tokens, even_columns, stream, token_idx)
     radius = (-2 * (((words_TC[:, 0::2] >> 8) + 1).double() * 2.0**-24).log()).sqrt()
@@ -47,7 +50,7 @@ def routing_normal(
 def routing_jitter(
     x_TD: Tensor, rng_state: Tensor, eps: float, *, token_idx: Tensor | None = None
 ) -> Tensor:
-    """As `moe_ext.ops.routing_jitter`."""
+    """Same as `moe_ext.ops.routing_jitter`."""
     uniform_TD = routing_uniform(rng_state, *x_TD.shape, stream=0, token_idx=token_idx)
     factor_TD = (1 - eps) + 2 * eps * uniform_TD.to(widened(x_TD).dtype)
     return (widened(x_TD) * factor_TD).to(x_TD.dtype)
@@ -61,7 +64,7 @@ def gshard_gate(
     token_mask: Tensor | None = None,
     token_idx: Tensor | None = None,
 ) -> GShardGateOutput:
-    """As `moe_ext.ops.gshard_gate`: algorithm 1 of the paper, without its capacity."""
+    """Same as `moe_ext.ops.gshard_gate`: algorithm 1 of the paper, without its capacity."""
     num_tokens, num_experts = logits_TE.shape
     real_T = real_tokens(logits_TE, token_mask)
     p_RE = widened(logits_TE[real_T]).softmax(dim=1)
@@ -94,7 +97,7 @@ def noisy_topk_gate(
     token_mask: Tensor | None = None,
     token_idx: Tensor | None = None,
 ) -> NoisyGateOutput:
-    """As `moe_ext.ops.noisy_topk_gate`: eq. 3 to 10 of the paper, one after another."""
+    """Same as `moe_ext.ops.noisy_topk_gate`: eq. 3 to 10 of the paper, one after another."""
     num_tokens, num_experts = clean_logits_TE.shape
     real_T = real_tokens(clean_logits_TE, token_mask)
     clean_RE = h_RE = widened(clean_logits_TE[real_T])
@@ -106,7 +109,7 @@ def noisy_topk_gate(
         deviation_RE = (
             torch.nn.functional.softplus(widened(noise_logits_TE[real_T])) + noise_epsilon
         )
-        # The operator draws in float32, whatever the logits.
+        # The operator draws in float32, whatever the dtype of the logits.
         h_RE = clean_RE + normal_TE[real_T].float().to(clean_RE.dtype) * deviation_RE
     idx_RK = best(h_RE.detach(), top_k)
     gates_RK = h_RE.gather(1, idx_RK).softmax(dim=1)
@@ -122,13 +125,13 @@ def noisy_topk_gate(
 
 
 def squared_variation(x_E: Tensor) -> Tensor:
-    """As `moe_ext.ops.squared_variation`."""
+    """Same as `moe_ext.ops.squared_variation`."""
     mean = x_E.mean()
     return x_E.var(correction=0) / mean.square().clamp(min=torch.finfo(x_E.dtype).tiny)
 
 
 def _kth_excluding(h_RE: Tensor, k: int) -> Tensor:
-    """[R, E]: the k-th largest of a row without the column itself, for k < E."""
+    """Return `[R, E]`: the k-th largest of a row without the column itself, for k < E."""
     order_RE = best(h_RE.detach(), h_RE.shape[1])
     sorted_RE = h_RE.gather(1, order_RE)
     chosen_RE = torch.zeros_like(h_RE, dtype=torch.bool).scatter(1, order_RE[:, :k], True)
@@ -140,7 +143,7 @@ def _normal_cdf(x: Tensor) -> Tensor:
 
 
 def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a product of two 32-bit numbers, held in int64."""
+    """Return the high and low 32 bits of a product of two 32-bit numbers, held in int64."""
     low_half, high_half = a * (b & 0xFFFF), a * (b >> 16)
     carry = (low_half >> 16) + (high_half & 0xFFFF)
     return ((high_half >> 16) + (carry >> 16)) & _MASK32, (
@@ -149,7 +152,7 @@ def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def philox4x32(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Philox4x32-10 on 32-bit words held in int64."""
+    """Compute Philox4x32-10 on 32-bit words held in int64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -163,7 +166,7 @@ def philox4x32(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tenso
 def _routing_words(
     rng_state: Tensor, num_tokens: int, num_columns: int, stream: int, token_idx: Tensor | None
 ) -> Tensor:
-    """[T, C] words of 32 bits, in int64."""
+    """Return `[T, C]` words of 32 bits, in int64."""
     seed, layer, step, first_token = rng_state.tolist()
     if token_idx is None:
         token_idx = first_token + torch.arange(num_tokens, device=rng_state.device)

@@ -19,7 +19,7 @@ def permute_tokens(
     drop_policy: str = "position",
     align: int = 1,
 ) -> tuple[Tensor, Permutation]:
-    """As `moe_ext.ops.permute_tokens`, one slot after another."""
+    """Same as `moe_ext.ops.permute_tokens`, one slot after another."""
     experts = topk_idx_TK.reshape(-1).tolist()
     num_slots, top_k = len(experts), topk_idx_TK.shape[1]
     kept_num_rows = num_slots if capacity is None else min(num_slots, num_experts * capacity)
@@ -60,7 +60,7 @@ def permute_tokens(
 def unpermute_tokens(
     rows_ND: Tensor, permutation: Permutation, topk_weights_TK: Tensor | None = None
 ) -> Tensor:
-    """As `moe_ext.ops.unpermute_tokens`: gather, weigh, sum over k."""
+    """Same as `moe_ext.ops.unpermute_tokens`: gather, weigh, sum over k."""
     acc = torch.float64 if rows_ND.dtype == torch.float64 else torch.float32
     row_TK = permutation.row_of_slot.reshape(-1, permutation.top_k)
     padded = torch.cat([rows_ND.to(acc), rows_ND.new_zeros((1, rows_ND.shape[1]), dtype=acc)])

@@ -23,14 +23,14 @@ _LARGEST = {
 
 
 def _blocks(x_N: Tensor, block: int | None) -> Tensor:
-    """[B, S], the last block filled up with zeros; one block for None."""
+    """Return `[B, S]`, the last block filled up with zeros; one block for None."""
     block = block or max(len(x_N), 1)
     missing = -len(x_N) % block
     return torch.cat([x_N, x_N.new_zeros(missing)]).view(-1, block)
 
 
 def _mean_magnitude(a_BS: Tensor, numel: int) -> Tensor:
-    """Mean magnitude of each block, summed over sixteen lanes and then over halves of the lanes."""
+    """Return the mean magnitude of each block: sums in sixteen lanes, then of halves of lanes."""
     block = a_BS.shape[1]
     factor_B1 = torch.where(a_BS.abs().amax(1, keepdim=True) > 2.0**100, 2.0**-32, 1.0)
     lanes = torch.zeros(len(a_BS), 16)
@@ -52,7 +52,7 @@ def _scales(a_BS: Tensor, largest: float) -> Tensor:
 
 
 def _e4m3(x: Tensor, uniform: Tensor | None) -> Tensor:
-    """Rounded to a number of float8 e4m3fn, not beyond 448."""
+    """Round to numbers of float8 e4m3fn, not beyond 448."""
     exponent = torch.frexp(x).exponent.clamp(min=-5) - 1
     step = torch.ldexp(torch.ones_like(x), exponent - 3)
     steps = x.abs() / step
@@ -61,7 +61,7 @@ def _e4m3(x: Tensor, uniform: Tensor | None) -> Tensor:
 
 
 def _codes(a_BS: Tensor, scale_B: Tensor, format: str, uniform: Tensor | None) -> Tensor:
-    """The codes as numbers."""
+    """Return the codes as numbers."""
     largest = _LARGEST[format]
     lift_B = torch.where(scale_B < 2.0**-64, 2.0**64, 1.0)
     inverse_B = torch.where(scale_B > 0, 1 / (scale_B * lift_B), 0.0)
@@ -80,7 +80,7 @@ def _pack(code_N: Tensor, format: str) -> Tensor:
 
 
 def _unpack(codes: Tensor, numel: int, format: str) -> Tensor:
-    """The codes as numbers; signs as 0 and -1."""
+    """Return the codes as numbers, and signs as 0 and -1."""
     if format == "fp8":
         return codes.view(torch.float8_e4m3fn).float()
     bits = CODE_BITS[format]
@@ -101,7 +101,7 @@ def quantize_blockwise(
     residual_in: Tensor | None = None,
     element_offset: int = 0,
 ) -> QuantizedBlocks:
-    """As `moe_ext.ops.quantize_blockwise`."""
+    """Same as `moe_ext.ops.quantize_blockwise`."""
     name = format_of("quantize_blockwise", bits, format)
     numel = x.numel()
     owed = residual if residual_in is None else residual_in
@@ -136,7 +136,7 @@ def dequantize_blockwise(
     format: str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """As `moe_ext.ops.dequantize_blockwise`."""
+    """Same as `moe_ext.ops.dequantize_blockwise`."""
     name = format_of("dequantize_blockwise", bits, format)
     code_N = _unpack(codes, numel, name)
     if name == "sign":
@@ -155,7 +155,7 @@ def dequantize_add_(
     format: str | None = None,
     accumulate: bool = True,
 ) -> None:
-    """As `moe_ext.ops.dequantize_add_`."""
+    """Same as `moe_ext.ops.dequantize_add_`."""
     values_N = dequantize_blockwise(
         codes, scales, out.numel(), bits=bits, block=block, format=format
     )
@@ -164,21 +164,21 @@ def dequantize_add_(
 
 
 def _row_blocks(x_ND: Tensor, block: int) -> Tensor:
-    """[N, blocks, elements of a block], the last block of a row filled up with zeros."""
+    """Return `[N, blocks, elements of a block]`, the last block of a row filled up with zeros."""
     num_blocks = num_scales(x_ND.shape[1], block)
     missing = num_blocks * block - x_ND.shape[1]
     return torch.nn.functional.pad(x_ND, (0, missing)).view(len(x_ND), num_blocks, block)
 
 
 def quantize_rows(x: Tensor, format: str) -> Tensor:
-    """As `moe_ext.ops.quantize_rows`."""
+    """Same as `moe_ext.ops.quantize_rows`."""
     block, _ = ROW_SCALES[format]
     num_rows, dim = x.shape
     a_BS = _row_blocks(x.float(), block).flatten(0, 1)
     code = "fp8" if format == "mx" else format
     largest_B = a_BS.abs().amax(1)
     if format == "mx":
-        mantissa_B, exponent_B = torch.frexp(largest_B)  # of [1/2, 1)
+        mantissa_B, exponent_B = torch.frexp(largest_B)  # mantissas in [1/2, 1)
         exponent_B = (exponent_B - 9 + (mantissa_B > 0.875)).clamp(min=-127)
         scaled_BS = torch.ldexp(a_BS.double(), -exponent_B[:, None]).float()
         whole_BS = _e4m3(scaled_BS, None)
@@ -200,7 +200,7 @@ def quantize_rows(x: Tensor, format: str) -> Tensor:
 def dequantize_rows(
     rows: Tensor, dim: int, format: str, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """As `moe_ext.ops.dequantize_rows`."""
+    """Same as `moe_ext.ops.dequantize_rows`."""
     block, _ = ROW_SCALES[format]
     codes, scales = rows[:, :dim], rows[:, dim:]
     code = "fp8" if format == "mx" else format
@@ -211,7 +211,7 @@ def dequantize_rows(
         product = (_row_blocks(values, block) * scale[:, :, None]).flatten(1)[:, :dim]
         most = torch.finfo(dtype).max
         return product.clamp(-most, most).float().to(dtype)
-    # A copy of its own, since a part of a single row starts anywhere.
+    # The clone aligns the scales, because part of a row may start at any byte.
     scale = scales.flatten().clone().view(torch.float32).view(len(rows), num_scales(dim, block))
     return (_row_blocks(values, block) * scale[:, :, None]).flatten(1)[:, :dim].to(dtype)
 
@@ -226,7 +226,7 @@ def quantized_mm(
     *,
     bits: int = 8,
 ) -> Tensor:
-    """As `moe_ext.ops.quantized_mm`, in float64."""
+    """Same as `moe_ext.ops.quantized_mm`, in float64."""
     num_rows, dim = codes.shape[0], x_TK.shape[1]
     places = torch.arange(8 // bits) * bits
     numbers = (codes[:, :, None].long() >> places & (1 << bits) - 1).view(num_rows, dim)

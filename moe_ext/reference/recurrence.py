@@ -16,7 +16,7 @@ def gated_delta_rule(
     state_BHKV: Tensor,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `moe_ext.ops.gated_delta_rule`; g may be `[B, H, L, K]`, a decay by element of a key."""
+    """Same as `moe_ext.ops.gated_delta_rule`; g may be `[B, H, L, K]`, one for each key element."""
     heads = v_BHLV.shape[1]
     q, k = (x.repeat_interleave(heads // x.shape[1], 1) for x in (q_BGLK, k_BGLK))
     state, outs = state_BHKV, []
@@ -41,7 +41,7 @@ def selective_scan(
     state_BHK: Tensor,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `moe_ext.ops.selective_scan`."""
+    """Same as `moe_ext.ops.selective_scan`."""
     heads = x_BHL.shape[1]
     of_B, of_C = (x.repeat_interleave(heads // x.shape[1], 1) for x in (B_BGLK, C_BGLK))
     state, outs = state_BHK, []
@@ -62,7 +62,7 @@ def causal_conv1d(
     *,
     silu: bool = False,
 ) -> Tensor:
-    """As `moe_ext.ops.causal_conv1d`."""
+    """Same as `moe_ext.ops.causal_conv1d`."""
     width, whole = weight_DW.shape[1], torch.cat([halo, x_BDL], 2)
     outs = []
     for t in range(x_BDL.shape[2]):
@@ -77,7 +77,7 @@ def causal_conv1d(
 
 
 def _goes_on(documents: Tensor | None, t: int) -> Tensor:
-    """`[B or 1, 1, 1, 1]`: 0 at positions whose document began there, else 1."""
+    """Return `[B or 1, 1, 1, 1]`: 0 if another document begins at position t, else 1."""
     if documents is None or t == 0:
         return torch.ones(1, 1, 1, 1)
     return (documents[:, t] == documents[:, t - 1]).float()[:, None, None, None]

@@ -8,6 +8,6 @@ from torch import Tensor
 
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """As `moe_ext.ops.router_logits`, by way of upcast tokens."""
+    """Same as `moe_ext.ops.router_logits`, with upcast tokens."""
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
     return x_TD.to(dtype) @ weight_ED.to(dtype).t()

@@ -38,7 +38,7 @@ def _take_(indices_K: Tensor, residual: Tensor, velocity: Tensor | None) -> Tens
 
 
 def _largest(magnitudes_N: Tensor, k: int) -> Tensor:
-    """Indices of the k largest, the lower one first among equals; ascending."""
+    """Return ascending indices of the k largest; among equals, the lower ones are chosen."""
     order_N = magnitudes_N.sort(descending=True, stable=True).indices
     return order_N[:k].sort().values
 
@@ -56,7 +56,7 @@ def topk_compress_(
     residual_in: Tensor | None = None,
     velocity_in: Tensor | None = None,
 ) -> SparseGradient:
-    """As `moe_ext.ops.topk_compress_`."""
+    """Same as `moe_ext.ops.topk_compress_`."""
     if residual_in is not None:
         residual.copy_(residual_in)
     if velocity is not None and velocity_in is not None:
@@ -84,7 +84,7 @@ def threshold_compress_(
     residual_in: Tensor | None = None,
     velocity_in: Tensor | None = None,
 ) -> ThresholdGradient:
-    """As `moe_ext.ops.threshold_compress_`."""
+    """Same as `moe_ext.ops.threshold_compress_`."""
     if residual_in is not None:
         residual.copy_(residual_in)
     if velocity is not None and velocity_in is not None:
