@@ -52,7 +52,7 @@ def check_callable(owner: str, name: str, value: object) -> None:
 def check_integer(owner: str, name: str, value: int) -> None:
     """Raise a TypeError unless the value is an integer.
 
-    `operator.index` also accepts a bool, and a tensor of one integer. Both are refused here.
+    A bool and a tensor of one integer are refused, although `operator.index` accepts them.
     """
     try:
         if isinstance(value, (bool, Tensor)):
@@ -83,8 +83,8 @@ def check_numbers(
     Args:
         owner: class that the error names.
         annotations: annotations of its constructor or of its fields, as texts.
-        values: values of the arguments by name. It may hold others, as `locals()` and `vars(self)`
-            do.
+        values: values of the arguments by name. Other names are ignored, so that `locals()` or
+            `vars(self)` may be passed.
         may_be_zero: names of ints that must be at least 0.
 
     Raises:

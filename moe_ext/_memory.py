@@ -28,17 +28,17 @@ def reuse_memory(enabled: bool = True) -> bool:
     """Make malloc keep the memory of freed tensors for the next ones; call it first in a script.
 
     By default glibc gives a large tensor's memory back to the system when it is freed. The memory
-    of the next tensor must then be mapped and zeroed page by page. This takes longer than to fill
-    it, up to ten times as long as a copy. Training steps allocate the same sizes over and over, and
-    pay that in each step.
+    of the next tensor must then be mapped and zeroed page by page. Mapping takes longer than
+    filling the tensor, up to ten times as long as a copy. Training steps allocate the same sizes
+    over and over, and pay that in each step.
 
-    The cost is that memory stays with the process. Its resident size does not fall below the peak.
+    The cost is that memory stays with the process. The resident size does not fall below the peak.
     The peak grows by 3 to 32 % in a layer's training step, because tensors of other sizes do not
     always fit into the gaps. Before glibc 2.39, tensors of the same size do not always fit, either.
     The 96 bytes that are left over around an aligned tensor go to small objects, so that the gap is
     too small and a step sometimes takes fresh memory. In one of three runs of 300 steps the heap
     grew to six times the memory in use. `GLIBC_TUNABLES=glibc.malloc.tcache_count=0` in the
-    environment prevents that.
+    environment prevents that growth.
 
     The call acts on tensors in CPU memory, of this process and of processes that it forks. Other
     processes call it themselves. The forward pass, and the backward pass of a graph on CPU, run on
@@ -53,7 +53,7 @@ def reuse_memory(enabled: bool = True) -> bool:
         musl, a preloaded jemalloc or tcmalloc, which keep memory in their own way) the call changes
         nothing, and warns.
 
-    It can be called any number of times. `moe_ext.info()["memory"]` tells the present state.
+    The function can be called any number of times. `moe_ext.info()["memory"]` tells the state.
     """
     global _reuses
     libc = _glibc()

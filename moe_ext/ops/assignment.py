@@ -19,12 +19,12 @@ def expert_choice_gate(
     r"""Each expert takes the ``capacity`` tokens that score it highest.
 
     With :math:`p_t = \mathrm{softmax}(x_t)` over the experts, expert e takes the real tokens with
-    the largest :math:`p_{t,e}`, equal ones in the order of the tokens. It takes all of them if
-    there are no more than ``capacity``. A token may have no expert or several. Its weights are
-    :math:`p_{t,e}`.
+    the largest :math:`p_{t,e}`, equal ones in the order of the tokens. If there are at most
+    ``capacity`` real tokens, an expert takes all of them. A token may have no expert or several,
+    and its weights are :math:`p_{t,e}`.
 
-    The choice for a token depends on every other token, later ones included. It therefore does not
-    fit autoregressive decoding.
+    The choice for a token depends on every other token, later ones included. This gate therefore
+    does not fit autoregressive decoding.
 
     Args:
         logits_TE (Tensor[T, E]): float32, float64, bfloat16 or float16. Arithmetic is in float32,

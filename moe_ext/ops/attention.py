@@ -161,7 +161,7 @@ def attention_block_(
     Raises:
         RuntimeError: an argument has the wrong device, dtype, shape or value; nothing has changed.
 
-    Not differentiable. It is for functions that make a backward pass of their own by
+    Not differentiable: functions that call it make a backward pass of their own by
     `attention_block_backward`.
     Deterministic, with the same bits for any number of threads; does not synchronise the device.
     """
@@ -306,8 +306,9 @@ def merge_attention(
     .. math::
         lse = \log(e^{lse_a} + e^{lse_b}), \quad out = e^{lse_a - lse} out_a + e^{lse_b - lse} out_b
 
-    A row that saw no key has weight 0, and its output is not read. Its LSE is -inf here and in
-    torch's flex attention, and +inf in FlashAttention. Both are understood; the result has -inf.
+    A row that saw no key has weight 0, and its output is not read. The LSE of such a row is -inf
+    here and in torch's flex attention, and +inf in FlashAttention. An LSE of either kind may be
+    given, and the result has -inf.
     torch's fused kernel on CPU writes an LSE of 0 for such rows. Set it to -inf before the call,
     because rows with keys may also have an LSE of 0.
 

@@ -53,8 +53,8 @@ def register_derivatives(
     """Registers the derivatives of an operator of ours.
 
     A derivative is written as a call, `"_backward(grad_y, contiguous(x), dtype(weight))"`, of an
-    operator of ours. It takes arguments and results of the forward operator by their names in the
-    schema. A sole result is `result`, and `grad_` before the name of a result is its gradient.
+    operator of ours. The call names arguments and results of the forward operator as the schema
+    does. A sole result is `result`, and `grad_` before the name of a result is its gradient.
     Arguments may be passed through a function: `contiguous`, `transpose` (of the last two of three
     dimensions), `columns` (the size of dimension 1), `dtype`, or `is_transposed` (a stack of
     matrices whose columns are stored one after the other). `owned` of an earlier argument is True
@@ -64,9 +64,9 @@ def register_derivatives(
     argument is zeros. To differentiate a call of an operator without derivatives is an error.
 
     Beside the operator of a derivative of one argument, there may be an operator `<name>_add_`. If
-    the argument is a parameter with a `.grad`, this operator adds the gradient to it at once, in
-    the place of the engine. It is used only in `backward()`, and if no hook needs to see the
-    gradient by itself.
+    the argument is a parameter with a `.grad`, this operator adds the gradient to `.grad` at once,
+    instead of the autograd engine. This happens only in `backward()`, and only if no hook needs to
+    see the gradient by itself.
 
     Args:
         operator: its name, without the namespace.
@@ -210,8 +210,8 @@ def register_autograd(name: str, backward: Formula, *, setup_context: Formula) -
     """Registers a formula as `torch.library.register_autograd` does, for one of our operators.
 
     Args:
-        name: name of the operator, with its namespace. It must not have lists of tensors as
-            arguments or results, or keyword-only arguments.
+        name: name of the operator, with its namespace. The operator must have no lists of tensors
+            as arguments or results, and no keyword-only arguments.
         backward: takes the context and a gradient for each result, returns one for each argument.
         setup_context: takes the context, all arguments (defaults filled in) and the results.
     """
@@ -224,8 +224,8 @@ def register_autograd(name: str, backward: Formula, *, setup_context: Formula) -
     _LIBRARY.impl(operator_name, kernel, "Autograd", with_keyset=True)
 
 
-# Returns True inside a transform of `torch.func`. Every pass calls it, so that it is torch's
-# function itself, without one of Python around it.
+# Returns True inside a transform of `torch.func`. The name stands for torch's C function itself,
+# because every pass calls it and a wrapper in Python would take time.
 is_transformed = _C._are_functorch_transforms_active
 
 

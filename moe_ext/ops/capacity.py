@@ -46,9 +46,9 @@ def limit_capacity(
     slot of its token, or else is dropped. The weight of a slot whose expert changed has to be
     computed anew, see `gate_weights`.
 
-    `permute_tokens` can drop slots itself, by position or score over all tokens. Its result is the
-    same as for the choices that this function returns for that ``capacity``. This function is for
-    the other orders, groups and rerouting.
+    `permute_tokens` can drop slots itself, by position or score over all tokens. The result is that
+    of permuting the choices that `limit_capacity` returns for the same ``capacity``. Other orders,
+    groups and rerouting need `limit_capacity`.
 
     Args:
         topk_idx_TK (Tensor[T, K]): int64 expert of each slot, -1 for none.

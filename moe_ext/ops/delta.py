@@ -23,8 +23,8 @@ def delta_encode(x: Tensor, base: Tensor, *, xored: bool = False) -> Tensor:
     Args:
         x (Tensor[...]): contiguous, of any dtype of 8 bytes at most.
         base (Tensor[...]): contiguous, of the shape and dtype of x.
-        xored: store the bits that differ instead of the values. They have more zeros, which helps a
-            compressor.
+        xored: store the bits that differ instead of the values. These bits have more zeros, which
+            helps a compressor.
 
     Returns:
         Tensor[bytes]: uint8, on the CPU.

@@ -22,7 +22,7 @@ _GATES = {"swiglu": "swiglu", "reglu": "reglu", "geglu_tanh": "geglu"}
 
 def gather_of(x_TD: Tensor, topk_idx_TK: Tensor, num_experts: int) -> Permutation:
     """Return the tables of a permutation, without its rows."""
-    # The operator copies all columns that it is given. These are 16 bytes of each token.
+    # The operator copies all columns that it is given, so it gets only 16 bytes of each token.
     return permute_tokens(x_TD.detach()[:, :8], topk_idx_TK, num_experts)[1]
 
 

@@ -61,9 +61,9 @@ def topk_gate(
 
     *Selection.* Experts are ranked by a key. Without ``selection_bias`` the key is the logit, which
     orders experts as any of the scores does and still tells them apart where the scores underflow
-    or saturate. With it, the key is :math:`p_i + b_i` or :math:`s_i + b_i`; the bias changes the
-    choice and never the weights. Equal keys go to the lower index. An expert with a logit of -inf
-    is never chosen.
+    or saturate. With a bias, the key is :math:`p_i + b_i` or :math:`s_i + b_i`; the bias changes
+    the choice and never the weights. Equal keys go to the lower index. An expert with a logit of
+    -inf is never chosen.
 
     *Groups.* With ``top_groups < num_groups``, experts are cut into ``num_groups`` groups of
     neighbours, and only those of the ``top_groups`` groups with the best score can be chosen. A

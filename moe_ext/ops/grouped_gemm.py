@@ -74,7 +74,7 @@ def grouped_mm(
 def row_alignment(rows: Tensor, num_rows: int, num_experts: int) -> int:
     """Return the `align` of `permute_tokens` that suits the products of these rows.
 
-    For 16-bit rows on CPU, the library makes a plan for each new number of rows. This takes up to
+    For 16-bit rows on CPU, the library makes a plan for each new number of rows. A plan takes up to
     ten times as long as the product, and counts change with every batch. Multiples of 8 leave few
     numbers to plan. If experts have 16 rows on average, the padding is at most half of that.
     """

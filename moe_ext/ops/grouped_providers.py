@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_ext.ops.autograd import refuse_second_derivative
 
-# The C++ operator reads the variable, too. It alone decides between torch's product and ours.
+# The C++ operator reads the variable, too, and decides between torch's product and ours.
 CHOICES = {
     "auto": "torch's product for bfloat16 on capability 9 and 10, ours for all else",
     "own": "ours",

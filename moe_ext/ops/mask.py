@@ -83,8 +83,8 @@ def masked_mm(
 ) -> Tensor:
     """Multiplies by a pruned matrix, ``x @ weight.T``, and reads its kept elements alone.
 
-    The product is for few tokens, where reading the weight takes the time. It reads a bit for each
-    element, and the kept values. Four tokens at a time share the expanded weight.
+    The product is for few tokens, where reading the weight takes most of the time. A bit for each
+    element is read, and the kept values. Four tokens at a time share the expanded weight.
 
     Args:
         x_TK (Tensor[T, K]): float32 or bfloat16, K a multiple of 8.

@@ -22,9 +22,9 @@ def pack_indices(indices_K: Tensor, numel: int) -> Tensor:
     """Writes ascending indices as bytes whose number depends on K and numel alone.
 
     The bytes have, for each run of 65536 elements, the number of indices below its end (int32), and
-    then offsets in the runs (uint16). They are int32 indices instead if these take no more and
-    numel is at most 2^31. Numbers are little-endian, and zeros fill up to a multiple of 16 bytes.
-    There is no header as in `encode_gradient`, because both ends know K and numel.
+    then offsets in the runs (uint16). If int32 indices take no more bytes, and numel is at most
+    2^31, the bytes have these instead. Numbers are little-endian, and zeros fill up to a multiple
+    of 16 bytes. There is no header as in `encode_gradient`, because both ends know K and numel.
 
     Args:
         indices_K (Tensor[K]): int64 in [0, numel), not descending, at most 2^31 - 1.

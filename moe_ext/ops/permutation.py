@@ -48,8 +48,8 @@ def permute_tokens(
 ) -> tuple[Tensor, Permutation]:
     """Copies each token once per chosen expert, rows sorted by expert and, within one, by slot.
 
-    The number of rows is ``N = min(T * K, E * capacity) + E * (align - 1)``. It does not depend on
-    the routing, so that nothing waits for the counts. Rows without a slot are zero.
+    The number of rows is ``N = min(T * K, E * capacity) + E * (align - 1)``. This number does not
+    depend on the routing, so that nothing waits for the counts. Rows without a slot are zero.
 
     Args:
         x_TD (Tensor[T, D]): tokens, any dtype.

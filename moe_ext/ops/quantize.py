@@ -220,8 +220,8 @@ register_fake_like("moe_ext::dequantize_add_")
 def quantize_rows(x: Tensor, format: str) -> Tensor:
     r"""Codes each row of a matrix into a row of bytes, which has its codes and scales.
 
-    A row of D elements becomes D bytes of codes and, behind them, the scales of its blocks. The
-    last block may be shorter.
+    A row of D elements becomes D bytes of codes, followed by the scales of its blocks. The last
+    block may be shorter.
 
     - "int8", "fp8": :math:`D + 4 \lceil D / 128 \rceil` bytes. Codes and scales of 128 elements are
       those of `quantize_blockwise`; a scale is a float32 of the machine.

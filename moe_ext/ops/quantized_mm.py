@@ -37,8 +37,8 @@ def quantized_mm(
         bits (int): 8 or 4.
         expert_offsets (Tensor[E + 1]): offsets of the tokens, as in `grouped_mm`. The weight is
             then `[E M, K]`, with E experts one after the other, and a token is multiplied by that
-            of its expert. On CUDA that is one launch, and the host need not know the offsets. Ones
-            that leave the tokens are not refused there.
+            of its expert. On CUDA that is one launch, the host need not know the offsets, and
+            offsets that leave the tokens are not refused.
 
     Returns:
         Tensor[T, M]: in the dtype of x; summed in float32. Tokens of no expert get zeros.

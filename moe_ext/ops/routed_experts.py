@@ -26,7 +26,7 @@ def routed_experts(
     r"""Runs each token through its experts: :math:`y_t = \sum_k w_{tk} W^{down} h(W^{up} x_t)`.
 
     The call runs the operators that a caller from Python would run one after the other, with the
-    same bits. Their results in between cannot be read afterwards.
+    same bits. Intermediate results cannot be read afterwards.
 
     NOTE: device-to-host sync, if quack-kernels are chosen, at the first call for a device and
     dtype.

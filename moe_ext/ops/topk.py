@@ -98,10 +98,10 @@ def topk_compress_(
             rate over the new one keeps a residual of gradients right. 0 drops the residual.
         check_finite (bool): refuse NaN and infinity. False is for gradients that clipping or a loss
             scaler has checked: a NaN is then selected as the largest of all.
-        residual_in (Tensor): e is read from here, and ``residual`` is only written. It is like
-            ``residual``, in memory of its own, and not changed. The bits are the same with less
-            memory traffic, and the check costs next to nothing. A step that may fail keeps both
-            tensors, and swaps them when it is done.
+        residual_in (Tensor): e is read from here, and ``residual`` is only written. The tensor is
+            like ``residual``, in memory of its own, and not changed. The bits are the same with
+            less memory traffic, and the check costs next to nothing. A step that may fail keeps
+            both tensors, and swaps them when it is done.
         velocity_in (Tensor): the same for ``velocity``; given with ``residual_in`` if there is a
             velocity.
 
@@ -165,9 +165,9 @@ def threshold_compress_(
 ) -> ThresholdGradient:
     r"""Adds a gradient to the residual and takes out the elements that reach a threshold.
 
-    It is `topk_compress_` with :math:`S = \{i : |a_i| \ge t,\ a_i \ne 0\}`: one pass, no search. If
-    more than ``capacity`` elements pass, the largest of them are taken (the lower index first among
-    equals) and the others stay in the residual.
+    The formula is that of `topk_compress_` with :math:`S = \{i : |a_i| \ge t,\ a_i \ne 0\}`, which
+    takes one pass and no search. If more than ``capacity`` elements pass, the largest of them are
+    taken (the lower index first among equals) and the others stay in the residual.
 
     A threshold that is carried from step to step follows the gradient: with ``target`` it is
     multiplied by :math:`(\mathrm{found} / \mathrm{target})^{1/8}`, by at least 1/2 and at most 2,

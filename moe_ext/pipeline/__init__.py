@@ -1,4 +1,4 @@
-"""Pipelines as tables: what each rank does in which order, checked, costed and run."""
+"""Pipelines as tables: the actions of each rank in their order, checked, costed and run."""
 
 from moe_ext.pipeline.check import check_table, in_flight, weight_versions
 from moe_ext.pipeline.executor import Pipeline

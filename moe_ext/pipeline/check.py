@@ -24,8 +24,8 @@ _Places = dict[Action, list[_Place]]
 def check_table(table: ActionTable, *, max_in_flight: int | None = None) -> None:
     """Refuse a table that is incomplete or out of order, or in which ranks wait for ever.
 
-    Every stage lies on one rank. It runs each micro-batch of its chain forward once and backward
-    once, where a backward pass is "B" or the pair of "I" and "W". Slices go forward in order and
+    Every stage lies on one rank, and runs each micro-batch of its chain forward once and backward
+    once. A backward pass is "B", or the pair of "I" and "W". Slices go forward in order and
     backward in reverse order. A backward pass uses the version of the weights of its forward pass.
     Versions are made one after the other, before their use, from the same micro-batches in all
     stages. In a table with messages, each result for another rank is sent after it was computed,

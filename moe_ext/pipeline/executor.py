@@ -53,10 +53,10 @@ class Pipeline:
     If a stage lies on several ranks, one for each chain of the table, a step ends with the sum of
     its gradients on all of them. In a table with slices, a stage is called as `stage(x, past)` and
     returns `(out, kept)`. `kept` is a tuple of tensors that later slices of the micro-batch need,
-    such as keys and values. `past` is a tuple with the `kept` of each slice before, which receives
-    the gradients of later slices. In a table with updates, `update` makes each new version of a
-    stage's weights in the parameters. The backward pass uses the version of the forward pass, and
-    gradients are those of the mean over the micro-batches of an update. A step begins with
+    such as keys and values. `past` is a tuple with the `kept` of each earlier slice, and gradients
+    flow back through it to these slices. In a table with updates, `update` makes each new version
+    of a stage's weights in the parameters. The backward pass uses the version of the forward pass,
+    and gradients are those of the mean over the micro-batches of an update. A step begins with
     version 0.
 
     Actions of FSDP2 (UNSHARD, RESHARD, REDUCE_GRAD) are left to FSDP2's own hooks. Hooks of
@@ -80,16 +80,17 @@ class Pipeline:
             tokens a second time.
         slice_lengths: lengths of a table's slices along dimension 1 of inputs and targets, which
             are tensors then. The loss of a micro-batch is the mean over slices, weighted by length.
-        update: function for a table with updates, called with a stage whose parameters have the
-            gradients of an update. It takes an optimizer's step, and clears the gradients.
+        update: function for a table with updates, called with the number of a stage when its
+            parameters have the gradients of an update. The function must take an optimizer's step,
+            and clear the gradients.
         tied: weights that several stages share, such as an embedding in the first and the last one.
             Each is a list of all its (stage, name of the parameter). Copies of a weight must begin
             alike. All have the sum of their gradients after a step; `clip_grad_norm_` counts it
             once.
         weight_stream: for stages on CUDA, run W on a stream of its own, beside later actions and
             waits for messages. The next W, a whole backward pass and the end of a step wait for it,
-            and its inputs stay in memory until then. No card has run it. It has no effect on the
-            CPU, and ranks may differ in it.
+            and its inputs stay in memory until then. No card has run it. The option has no effect
+            on the CPU, and ranks may differ in it.
 
     Raises:
         ValueError: on every rank: the tables differ, or are refused by `check_table`; the table has
@@ -281,8 +282,8 @@ class Pipeline:
         # still arrive, and a later step would take them for its own.
         self._failed = self._messages.travels
         if self._failed and self._in_order:
-            # Within a step streams wait for messages, and the host learns of no error. It therefore
-            # asks here for errors of other ranks.
+            # Within a step streams wait for messages, and the host learns of no error. The host
+            # therefore asks here for errors of other ranks.
             assert self._group is not None
             look(self._group)
         with telling(self._group, _HOST, f"Pipeline.step on {self._messages.place}"):

@@ -10,11 +10,11 @@ from moe_ext.pipeline.table import Action, ActionTable
 def add_messages(table: ActionTable, costs: Costs | None = None) -> ActionTable:
     """Add sends and receives to a table that has none.
 
-    A send stands right behind the action whose result it sends. According to the costs, its receive
-    is posted before the first action that the receiver ends later. The message travels during that
-    action, and exchanges between experts inside the action do not queue behind it. Ranks never wait
-    for each other for ever, even if a send waits for its receive: each send and its receive are
-    added at once, in the order in which actions end.
+    A send stands right after the action whose result it sends. Its receive is posted before the
+    first action of the receiver that ends later, according to the costs. The message travels during
+    that action, and exchanges between experts inside the action do not queue behind the message.
+    Ranks never wait for each other for ever, even if a send waits for its receive: each send and
+    its receive are added at once, in the order in which actions end.
 
     Args:
         table: as `check_table` accepts it, without messages.

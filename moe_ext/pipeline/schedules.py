@@ -143,8 +143,8 @@ def _zero_bubble_h1(after: int, rank: int, micro: int) -> _Order:
 def _interleaved(num_ranks: int, micro: int, count: int) -> ActionTable:
     """1F1B in rounds: a rank takes the micro-batches of a round through each of its stages.
 
-    The table is equal to torch's. It is made here because the import of torch's schedules takes
-    longer than a search of the planner.
+    The table is equal to torch's, but torch's schedules take longer to import than a search of the
+    planner takes.
     """
     rounds = max(1, micro // num_ranks)
     if micro % rounds:

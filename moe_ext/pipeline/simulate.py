@@ -320,8 +320,8 @@ def simulate(table: ActionTable, costs: Costs | None = None) -> Timeline:
 def makespan(table: ActionTable, costs: Costs) -> float:
     """Return `simulate(table, costs).makespan`, in a tenth of the time if nothing is exchanged.
 
-    This holds for a table without messages, and costs without `exchanges` and `ahead`. No spans of
-    actions are made then.
+    The shorter time is that for a table without messages, and costs without `exchanges` and
+    `ahead`. No spans of actions are made then.
 
     Args:
         table: as `simulate` takes it.

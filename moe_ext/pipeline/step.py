@@ -69,7 +69,7 @@ class StageSetup:
 
 
 class _InBackward(torch.autograd.Function):
-    """Calls a function within a backward pass, by which layers know a second forward pass."""
+    """Calls a function in a backward pass, where layers do not count a forward pass again."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, function: Callable[[], None]) -> Tensor:
@@ -310,8 +310,8 @@ class StepRun:
         self.given: dict[tuple[str, tuple[int, int, int]], Tensor | Message] = {}
         # Leaves that each slice keeps for later slices, by (stage, micro-batch).
         self.kept: dict[tuple[int, int], list[tuple[Tensor, ...]]] = {}
-        # Weights of each (stage, version) by name. They are leaves, which share the storage of the
-        # parameters or have copies.
+        # Weights of each (stage, version) by name: leaves that share the storage of the parameters,
+        # or copies.
         self.weights: dict[tuple[int, int], dict[str, Tensor]] = {}
         if setup.update is not None:
             for stage in setup.stages:
@@ -631,8 +631,8 @@ def _add_weight_gradients(group: dict[str, Any], *, retain_graph: bool = False) 
     """Add the gradients of a group of `stage_backward_input` to those of its weights."""
     from moe_ext.pipeline._torch import stage_backward_weight
 
-    # Hooks of activations have changed these gradients in I. They run again here, and a prehook
-    # that gives the gradient of I undoes a second change.
+    # Hooks of activations have changed these gradients in I, and run again here. A prehook that
+    # gives the gradient of I undoes the second change.
     pairs = zip(group["intermediates"], group["grads"], strict=True)
     handles = [node.register_prehook(lambda _, grad=grad: grad) for node, grad in pairs]
     try:

@@ -177,8 +177,8 @@ def _quickest(
         if not tried[-1].left:
             least = min(least, tried[-1].makespan)
     found = min(tried, key=lambda plan: (len(plan.left), plan.makespan))
-    # A run that ended early may have begun all of its actions. Its makespan is then above `most`,
-    # and 1e-9 allows for rounding.
+    # A run that ended early may have begun all of its actions, but has a makespan above `most`. The
+    # factor allows for rounding.
     if found.left or found.makespan > most * (1 + 1e-9):
         return None, found.left
     starts = tuple(tuple(rank.starts) for rank in found.ranks)

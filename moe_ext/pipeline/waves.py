@@ -21,8 +21,8 @@ class WaveUpdates:
     """Exchanges updates of a stage's weights between several pipelines (HetPipe's virtual workers).
 
     Each pipeline updates its own weights. After every `wave` updates it gives their sum to the
-    others, and takes the sums of all pipelines up to `staleness` waves before. Its weights are then
-    the first ones, with these sums and its own later updates added. With a staleness of 0 the
+    others, and takes the sums of all pipelines up to `staleness` waves before. The weights are then
+    the first ones, with these sums and the pipeline's own later updates. With a staleness of 0 the
     weights of all pipelines are the same after each wave, in every bit. Sums travel while the next
     waves compute.
 

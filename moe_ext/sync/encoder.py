@@ -135,7 +135,7 @@ class DeltaEncoder:
     def base(self) -> Update:
         """Return the hashes of the version that was sent last, without elements.
 
-        They serve a receiver that has loaded the same weights by itself, from the same checkpoint.
+        The update serves a receiver that has loaded the same weights from the same checkpoint.
         """
         return self._whole("base")
 

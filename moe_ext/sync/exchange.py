@@ -44,8 +44,8 @@ def sync_weights(
             keep different numbers of updates; or a receiver refuses an update, which is then
             written nowhere.
         RankFailureError: a rank died or did not answer; the message names it. Each receiver then
-            holds a whole version, which its `version` tells. It is the version before the call,
-            unless the first of several updates had been written already.
+            holds a whole version, which its `version` tells: that before the call, or a later one
+            if one of several updates had been written already.
     """
     check_kind(_OP, "group", group, ProcessGroup, required=True)
     device, rank = small_message_device(group), group.rank()

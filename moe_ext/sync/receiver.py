@@ -25,12 +25,12 @@ class DeltaReceiver:
 
     Args:
         state: the tensors by name to which updates are written, or a module, for those of its state
-            dict. They may be sharded otherwise than the sender's, and may share memory.
+            dict. The tensors may be sharded otherwise than the sender's, and may share memory.
 
     The time of a delta depends on the number of changed elements alone. Before the first write, its
     elements are decoded, and its hashes are compared with those of the tensors here. `verify` finds
-    tensors that someone else wrote to, and reads all elements for that. Both raise an error if a
-    tensor was replaced, as by `module.to(dtype)`.
+    tensors that someone else wrote to, and reads all elements for that. `apply` and `verify` raise
+    an error if a tensor was replaced, as by `module.to(dtype)`.
 
     Raises:
         ValueError: a tensor is not contiguous.
