@@ -121,7 +121,7 @@ def run_beside(
         with torch.cuda.stream(side):
             work()
     except BaseException:
-        # Its queued kernels go on with the tensors.
+        # Kernels that `work` has queued before the error still use the tensors.
         Beside(side, main, (*tensors, *held)).join()
         raise
     return Beside(side, main, (*tensors, *held))

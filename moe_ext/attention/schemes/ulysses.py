@@ -156,8 +156,8 @@ class Ulysses(Scheme):
             delta_heads[..., 0].contiguous(),
         )
         grad_q = row.to_positions(grad_q.to(q.dtype), heads)
-        # If ranks have copies of a head of keys, the gradients of the copies are summed on arrival.
-        # They travel in `grad_dtype`.
+        # If ranks have copies of a head of keys, gradients travel in `grad_dtype`, because those of
+        # the copies are summed on arrival.
         wire = call.work.grad_dtype if len(row.ranks) > form.heads else q.dtype
         both = row.to_positions(torch.cat([grad_k, grad_v], dim=-1).to(wire), form.heads)
         return grad_q, both[..., : form.dim], both[..., form.dim :]
