@@ -1,4 +1,4 @@
-"""Layers."""
+"""Mixture-of-experts layers, routers, balancing and upcycling."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -110,7 +110,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    # The schemes of attention come with it.
+    # The block loads all schemes of attention, so it is imported only when it is used.
     if name != "TransformerBlock":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module("moe_ext.nn.transformer_block").TransformerBlock

@@ -1,4 +1,4 @@
-"""Capacity: rows that an expert takes, slots that get them, and what becomes of the others.
+"""Capacity: number of rows that an expert takes, choice of their slots, and overflow.
 
 Shapes: T tokens, D model, E experts, K top-k, N rows, C rows of an expert, L local experts.
 """
@@ -28,25 +28,25 @@ _DROP_STREAM = 3
 
 @dataclass(frozen=True)
 class Capacity:
-    """Limit on the rows that an expert takes: `ceil(factor * T' * K / E)` from each group of T'.
+    """Limit on the rows of an expert: `ceil(factor * T' * K / E)` from each group of T' tokens.
 
     Attributes:
         factor: positive; 1.0 has room for an even load and no more.
-        minimum: rows that an expert takes at least, from each group.
-        groups: number of groups that the T tokens of a rank are cut into, `T' = ceil(T / groups)`
-            consecutive ones each; an expert takes its capacity from every group.
-        drop: which slots of an overfull expert go. "position": those of the last tokens; "choice":
-            slots are served choice by choice, every token's first before any second, and by
-            position within a choice (GShard); "batch_prioritized": as "choice", tokens in the order
-            of the largest score that they chose, not divided by a sum (V-MoE); "score": the slots
-            of the smallest weights; "random": slots drawn anew at each step, by `set_routing_step`
-            (by position in eval mode).
-        overflow: "drop" leaves such a slot without an expert; "reroute" sends it to the token's
-            next best expert that has room, and drops it where there is none.
-        pad: give every expert exactly its capacity of rows, zero rows behind the tokens, for
-            experts that want equal shapes.
+        minimum: least number of rows that an expert takes from each group.
+        groups: number of groups into which the T tokens of a rank are cut. Each has `T' = ceil(T /
+            groups)` consecutive tokens, and an expert takes its capacity from every group.
+        drop: which slots of an overfull expert are dropped. "position" drops those of the last
+            tokens. "choice" serves every token's first choice before any second, and by position
+            within a choice (GShard). "batch_prioritized" is "choice" with tokens in the order of
+            their largest chosen score, before renormalisation (V-MoE). "score" drops the slots of
+            the smallest weights. "random" draws slots, anew at each step of `set_routing_step`; in
+            eval mode it is "position".
+        overflow: "drop" leaves such a slot without an expert. "reroute" sends it to the token's
+            next best expert that has room, and drops it if there is none.
+        pad: give every expert exactly its capacity of rows, filled with zero rows, for experts that
+            need equal shapes.
         eval_factor: factor in eval mode; None keeps `factor`.
-        seed: of the "random" policy, where the router draws no random numbers of its own.
+        seed: seed of "random", if the router draws no random numbers itself.
 
     Raises:
         ValueError: a value is out of its range.
@@ -64,7 +64,7 @@ class Capacity:
     _ratios: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse what is not allowed."""
+        """Check the values."""
         check_numbers("Capacity", Capacity.__annotations__, vars(self))
         for name in ("factor", "eval_factor"):
             value = getattr(self, name)
@@ -76,7 +76,8 @@ class Capacity:
         for name, known in (("drop", DROP_POLICIES), ("overflow", OVERFLOWS)):
             check_choice("Capacity", name, getattr(self, name), known)
 
-        # In eval mode and in training. Whole numbers: exact, and symbolic where T is.
+        # Ratios for eval mode and for training. Integers make `rows_per_group` exact, and symbolic
+        # if the number of tokens is.
         factors = (self.factor if self.eval_factor is None else self.eval_factor, self.factor)
         ratios = [Fraction(float(factor)).limit_denominator(1 << 20) for factor in factors]
         object.__setattr__(self, "_ratios", tuple(r.as_integer_ratio() for r in ratios))
@@ -84,7 +85,7 @@ class Capacity:
     def rows_per_group(
         self, num_tokens: int, top_k: int, num_experts: int, *, training: bool = True
     ) -> int:
-        """Rows that an expert takes from each group of tokens."""
+        """Return the number of rows that an expert takes from each group of tokens."""
         numerator, denominator = self._ratios[int(training)]
         group_tokens = -(-num_tokens // self.groups)
         rows = -(-group_tokens * top_k * numerator // (denominator * num_experts))
@@ -101,16 +102,16 @@ def limit_choice(
     training: bool,
     filled: bool = False,
 ) -> Choice:
-    """Take experts from the slots that have no room.
+    """Limit a router's choice to the capacity: drop or reroute slots beyond it.
 
     Args:
-        capacity: of the layer; None leaves all slots, and the limit to the router.
-        router: of the layer.
-        routed: what it said.
+        capacity: capacity of the layer. None changes no slot, and takes a limit of the router.
+        router: router of the layer.
+        routed: output of the router.
         top_k: K of the layer.
         token_idx_T: index of each token in the global batch, for random draws.
-        training: draw random numbers where the policy wants them.
-        filled: whether the host knows that the router left no slot out.
+        training: draw random numbers if `drop` is "random".
+        filled: whether the host knows that no slot of the router is -1.
     """
     gate = routed.gate
     if gate.topk_weights.shape != gate.topk_idx.shape:
@@ -126,25 +127,25 @@ def limit_choice(
     num_tokens, num_experts = routed.logits.shape
     rows = capacity.rows_per_group(num_tokens, top_k, num_experts, training=training)
     topk_idx, topk_weights, policy = gate.topk_idx, gate.topk_weights, capacity.drop
-    # The output of a model that is evaluated must not depend on the step.
+    # In eval mode the output must not depend on the step.
     policy = "position" if policy == "random" and not training else policy
     keys = None if policy in ("position", "choice") else topk_weights.detach()
     if policy == "batch_prioritized" and routed.score_fn is not None:
-        # The scores of the chosen experts, neither renormalised nor scaled. Before the choice,
-        # those of "topk_softmax" are a softmax over all experts too.
+        # Keys are the scores of the chosen experts, neither renormalised nor scaled. For
+        # "topk_softmax" they are a softmax over all experts: one over the choice renormalises.
         score_fn = routed.score_fn.removeprefix("topk_")
         keys = ops.gate_weights(
             routed.logits.detach(), topk_idx, score_fn=score_fn, renormalize=False
         ).topk_weights
     if policy == "random":
-        # Draws of every slot that depend on seed, layer, step and token alone.
+        # Every slot gets a draw that depends only on seed, layer, step and token.
         assert isinstance(router, Router) and router.rng_state is not None
         keys = ops.routing_uniform(
             router.rng_state, *topk_idx.shape, stream=_DROP_STREAM, token_idx=token_idx_T
         )
     ranked = _ranked_experts(router, routed) if capacity.overflow == "reroute" else None
     if capacity.groups > 1:
-        # Groups are of one size: the last one is filled up with tokens that go nowhere.
+        # The last group is padded to the size of the others, with tokens that choose no expert.
         end = (0, 0, 0, -num_tokens % capacity.groups)
         topk_idx = functional.pad(topk_idx, end, value=-1)
         keys = None if keys is None else functional.pad(keys, end)
@@ -169,15 +170,15 @@ def limit_choice(
 
 
 def _ranked_experts(router: nn.Module, routed: RouterOutput) -> Tensor:
-    """The experts that a token may go to, best first, `[T, E]`; -1 behind the last of them."""
+    """Return the experts that a token may choose, best first, `[T, E]`, then -1."""
     logits_TE = routed.logits.detach()
     key_TE, score_fn = logits_TE, routed.score_fn
     bias = getattr(router, "selection_bias", None)
     num_groups, top_groups = getattr(router, "num_groups", 1), getattr(router, "top_groups", 1)
     limited = top_groups < num_groups
     terms = _terms_of_group(router) if limited else 1
-    # Scores order experts as logits do; a bias is added to the scores, as in the selection itself,
-    # and so are the keys of a group.
+    # Scores order experts as logits do, so logits are enough in general. A selection bias is added
+    # to scores, though, and the key of a group is a sum of scores.
     if bias is not None or terms > 1:
         if score_fn == "sigmoid":
             key_TE = key_TE.sigmoid()
@@ -190,14 +191,14 @@ def _ranked_experts(router: nn.Module, routed: RouterOutput) -> Tensor:
     key_TE = key_TE.where(logits_TE > -math.inf, -math.inf)
     if limited:
         key_TE = _in_groups(key_TE, routed.gate.topk_idx, num_groups, top_groups, terms)
-    # Logits tell experts apart where scores without a bias underflow or saturate.
+    # Without a bias the order is that of logits, which differ even if scores underflow or saturate.
     order_TE = key_TE if bias is not None else logits_TE.where(key_TE > -math.inf, -math.inf)
     ranked_TE = order_TE.argsort(dim=1, descending=True, stable=True)
     return ranked_TE.where(key_TE.gather(1, ranked_TE) > -math.inf, -1)
 
 
 def _terms_of_group(router: nn.Module) -> int:
-    """Number of the largest keys that make the score of a group of experts."""
+    """Return the number of largest keys whose sum is the score of a group of experts."""
     bias, group_score = getattr(router, "selection_bias", None), router.group_score
     if group_score == "topk":
         return router.top_k // router.top_groups  # type: ignore[operator, return-value]
@@ -207,13 +208,13 @@ def _terms_of_group(router: nn.Module) -> int:
 def _in_groups(
     key_TE: Tensor, topk_idx_TK: Tensor, num_groups: int, top_groups: int, terms: int
 ) -> Tensor:
-    """The keys of the experts in a token's groups, -inf for the others."""
+    """Return the keys with -inf for experts outside of a token's groups."""
     key_TGS = key_TE.unflatten(1, (num_groups, -1))
     best_TGN = key_TGS.topk(min(terms, key_TGS.shape[2]), dim=2).values
     best_TGN[:, :, 1:].masked_fill_(best_TGN[:, :, 1:] == -math.inf, 0)
     group_TG = best_TGN.sum(dim=2)
-    # The groups that were chosen from come first: a sum that is rounded in another way than that of
-    # the gate must not give the token one group more.
+    # Groups with a chosen expert rank first. The sums may be rounded differently from those of the
+    # gate, and could otherwise give the token a further group.
     size = key_TGS.shape[2]
     chosen_TK = topk_idx_TK.div(size, rounding_mode="floor").where(topk_idx_TK >= 0, num_groups)
     held_TG = functional.pad(torch.zeros_like(group_TG), (0, 1)).scatter(1, chosen_TK, 1.0)
@@ -224,7 +225,7 @@ def _in_groups(
 
 
 def run_padded(experts: nn.Module, rows_ND: Tensor, offsets: Tensor, capacity: int) -> Tensor:
-    """Run experts on exactly C rows each, zero rows behind the tokens; results as for `rows_ND`.
+    """Run experts on exactly C rows each, padded with zeros; return the results of `rows_ND`.
 
     Args:
         experts: maps `([L * C, D], offsets)` to `[L * C, D]`.
@@ -237,7 +238,7 @@ def run_padded(experts: nn.Module, rows_ND: Tensor, offsets: Tensor, capacity: i
     row_LC = (offsets[:-1, None] + place_LC).where(place_LC < offsets.diff()[:, None], -1)
     row_of_place = row_LC.reshape(-1)
     place_of_row = row_of_place.new_full((num_rows + 1,), -1)
-    # Places without a row (-1) write to the last entry, which is cut off.
+    # Places without a row have index -1. They write to the extra last entry, which is cut off.
     place_of_row[row_of_place] = torch.arange(row_of_place.shape[0], device=offsets.device)
     place_of_row = place_of_row[:-1]
     padded = _moved_rows(rows_ND, place_of_row, row_of_place)
@@ -246,7 +247,7 @@ def run_padded(experts: nn.Module, rows_ND: Tensor, offsets: Tensor, capacity: i
 
 
 def _moved_rows(rows: Tensor, to: Tensor, origin: Tensor) -> Tensor:
-    """Rows in another order, `out[i] = rows[origin[i]]`, zero where `origin` is -1."""
+    """Return rows in another order: `out[i] = rows[origin[i]]`, or zero if `origin[i]` is -1."""
     counts = origin.new_zeros(())
     permutation = ops.Permutation(to, origin, counts, counts, counts, 1)
     return ops.unpermute_tokens(rows, permutation)

@@ -1,4 +1,4 @@
-"""Chains of modules that keep few activations and compute the others again."""
+"""Chains of modules that keep few activations and recompute the others."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from moe_ext._checks import check_sizes
 def checkpoint_chain(
     modules: Sequence[Callable[[Tensor], Tensor]], x: Tensor, slots: int
 ) -> Tensor:
-    """Run modules one after the other, keeping so many of their inputs for the backward pass.
+    """Run a sequence of modules, keeping at most `slots` of their inputs for the backward pass.
 
-    No less can be computed again with these slots: with
-    `C(slots + r - 1, slots) < n <= C(slots + r, slots)` for n modules, a module runs r times at
-    most besides the run whose activations its gradient is taken from, and all of them together
-    `r n - C(slots + r, slots + 1)` times. Losses, loads and metrics of expert layers count once.
+    The number of recomputations is the least that is possible with so many slots. If n modules have
+    `C(slots + r - 1, slots) < n <= C(slots + r, slots)`, a module runs at most r times besides the
+    run whose activations its gradient uses. These are `r n - C(slots + r, slots + 1)` runs in all.
+    Losses, loads and metrics of expert layers count once.
 
     Args:
-        modules: each takes what the one before it returned.
-        x: input of the first one.
-        slots: inputs that are kept at any time, `x` among them; at least 1. One module's own
-            activations come on top.
+        modules: modules, each of which takes the result of the one before.
+        x: input of the first module.
+        slots: most inputs that are kept at any time, including `x`; at least 1. The activations
+            inside one module are kept in addition.
 
     Returns:
         The result of the last module.
@@ -51,7 +51,7 @@ def checkpoint_chain(
 
 
 def _extra_runs(num_modules: int, slots: int) -> float:
-    """Runs of modules besides those whose activations are kept."""
+    """Return the least number of runs besides those whose activations are kept."""
     if num_modules == 1:
         return 0
     if slots == 0:

@@ -1,4 +1,4 @@
-"""One table of the options of a `MoELayer` that do not go together, and the walk over it."""
+"""Table of the options of a `MoELayer` that cannot be combined, and the check of it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from moe_ext.nn.replay import can_replay
 from moe_ext.nn.routers import Router
 
 SETS_ROWS = "a router that sets the rows of each expert"
-# Features of a layer that do not go with everything: the argument whose value may have it, and
-# whether a value that is not None has it.
+# Features of a layer that cannot be combined with everything. For each, the argument whose value
+# may have the feature, and a function that tells whether a value other than None has it.
 FEATURES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "capacity": ("capacity", bool),
     "capacity.pad": ("capacity", lambda capacity: capacity.pad),
@@ -46,7 +46,7 @@ FEATURES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "vmap": ("transforms", lambda transforms: "vmap" in transforms),
 }
 
-# The first of a pair is refused beside the second, for this reason.
+# Pairs of features that cannot be combined, and the reason. An error asks to change the first.
 REFUSED = {
     ("capacity", "overlap"): "the rows of an expert are counted in a whole batch",
     ("capacity", "rebalance"): "rows of an expert go to ranks that share no limit",
@@ -82,7 +82,7 @@ REFUSED = {
     ("vmap", "a layer that counts tokens"): "the calls would share one count",
 }
 
-# Words for the value that is expected in the place of the first of a pair; of others it is None.
+# Words in errors for the value that is expected instead of a feature. The default is None.
 RULES = {
     "capacity.pad": "capacity.pad to be False",
     "row_budget.static": "row_budget.static to be False",
@@ -102,16 +102,16 @@ RULES = {
 
 
 def check_combination(owner: str, dispatcher: object = None, **given: Any) -> None:
-    """Refuse values of a layer's options that do not go together.
+    """Refuse values of a layer's options that cannot be combined.
 
     Args:
-        owner: name for messages.
-        dispatcher: a name or an object that has to serve the others.
-        **given: values by the arguments of `FEATURES`; what is left out is not looked at.
+        owner: name for error messages.
+        dispatcher: name or object of a dispatcher that must serve the features; None for no check.
+        **given: values by the arguments of `FEATURES`. Arguments that are missing are not checked.
 
     Raises:
-        ValueError: two features are in `REFUSED`, or the dispatcher does not serve one.
-        RuntimeError: the same of a layer that is called inside of `torch.func`.
+        ValueError: two features are a pair of `REFUSED`, or the dispatcher does not serve one.
+        RuntimeError: a feature cannot be combined with a call inside of `torch.func`.
     """
     found = {
         name: given[argument]
@@ -126,9 +126,9 @@ def check_combination(owner: str, dispatcher: object = None, **given: Any) -> No
 
 
 def refusal(owner: str, first: str, second: str, found: Mapping[str, object]) -> Exception:
-    """The error of a pair of `REFUSED`, by the values that have its features."""
+    """Return the error for a pair of `REFUSED`; `found` has the value of each feature."""
     value, argument = found[first], FEATURES[first][0]
-    # A module prints in many lines, and so may what a user writes.
+    # Modules and users' dispatchers are named by class, since their repr may have many lines.
     by_class = isinstance(value, nn.Module) or argument == "own_dispatcher"
     got, rule = type(value).__name__ if by_class else value, RULES.get(first, f"{first} to be None")
     text = f"expected {rule} with {_shown(second, found)}, got {got}: {REFUSED[first, second]}"

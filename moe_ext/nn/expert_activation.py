@@ -1,4 +1,4 @@
-"""Activation functions of experts: fused kinds by name, and any function of torch.
+"""Activation functions of experts: fused kinds by name, and any other function.
 
 Shapes: N rows, F ffn.
 """
@@ -23,10 +23,10 @@ GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu")
 PLAIN_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
 LAYOUTS = ("concatenated", "interleaved")
 
-# The gated kind whose gate half goes through a plain one.
+# Gated kinds by the plain kind that is applied to the gate.
 GATED_KIND_OF = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 
-# Without a kernel of their own: run as torch functions.
+# Names of functions of `torch.nn.functional` that have no kernel in `ops`.
 _TORCH_ACTIVATIONS = (
     *("celu", "elu", "hardsigmoid", "hardswish", "hardtanh", "identity", "leaky_relu"),
     *("logsigmoid", "mish", "relu6", "selu", "sigmoid", "softplus", "softsign", "tanh"),
@@ -46,18 +46,19 @@ class ClampedSwiGLU:
     limit: float = 7.0
 
     def __post_init__(self) -> None:
-        """Refuse what is no number."""
+        """Check the values."""
         check_numbers("ClampedSwiGLU", ClampedSwiGLU.__annotations__, vars(self))
 
     def __call__(self, x: Tensor, layout: str) -> Tensor:
-        """`[N, 2F]` to `[N, F]`; only x is kept for the backward pass."""
+        """Map `[N, 2F]` to `[N, F]`. Only x is saved for the backward pass."""
         return _ClampedSwiGLU.apply(x, self.alpha, self.limit, layout)
 
 
 class _ClampedSwiGLU(torch.autograd.Function):
-    """By the fused kernel: `g sigmoid(a g) (u + 1) = silu(a g) ((u + 1) / a)`.
+    """Runs the fused SwiGLU kernel, by `g sigmoid(a g) (u + 1) = silu(a g) ((u + 1) / a)`.
 
-    Its input is one clamp and one affine map of all columns, contiguous passes in both layouts.
+    The input of the kernel is one clamp and one affine map of all columns. Both are contiguous
+    passes over x in either layout.
     """
 
     @staticmethod
@@ -82,18 +83,19 @@ class _ClampedSwiGLU(torch.autograd.Function):
     def prepare(
         x: Tensor, alpha: float, limit: float, layout: str
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The kernel's input, the clamped columns and the factor of each."""
+        """Return the kernel's input, the clamped columns and the factor of each column."""
         low, scale, shift = x.new_empty((3, x.shape[-1]))
         values = ((-math.inf, -limit), (alpha, 1 / alpha), (0.0, 1 / alpha))
         for column, (of_gate, of_up) in zip((low, scale, shift), values, strict=True):
             gate, up = split_gate(column, layout)
-            gate.fill_(of_gate)  # no copy from the host, which would wait for the device
+            # `fill_` takes a number. A copy of a host tensor would wait for the device.
+            gate.fill_(of_gate)
             up.fill_(of_up)
         clamped = torch.maximum(x.clamp(max=limit), low)
         return torch.addcmul(shift, clamped, scale), clamped, scale
 
 
-# Exact class of an activation module, without its package, to the plain kind that it computes.
+# Plain kind that an activation module computes, by the name of its exact class.
 _KIND_OF_CLASS = {
     "SiLUActivation": "silu",
     "SiLU": "silu",
@@ -110,16 +112,17 @@ Activation = str | ClampedSwiGLU | Callable[[Tensor], Tensor]
 def resolve_activation(
     activation: Activation, gated: bool | None, owner: str
 ) -> tuple[Activation, bool]:
-    """The activation to run and whether it is gated; fused kinds are chosen where they exist.
+    """Return the activation to run, a fused kind if there is one, and whether it is gated.
 
     Args:
         activation: a name, a `ClampedSwiGLU`, or a function of one tensor.
-        gated: whether a gate half is activated and multiplied with an up half; None asks the name.
-        owner: what the error names.
+        gated: whether a gate half is activated and multiplied with an up half. None follows the
+            name, and takes a function as plain.
+        owner: name for error messages.
 
     Raises:
-        ValueError: an unknown name, or `gated` contradicts it.
-        TypeError: neither a name nor callable.
+        ValueError: the name is unknown, or `gated` contradicts it.
+        TypeError: activation is neither a name nor callable.
     """
     if isinstance(activation, str):
         if activation in GATED_ACTIVATIONS:
@@ -150,7 +153,7 @@ def resolve_activation(
 
 
 def plain_kind(function: object) -> str | None:
-    """The plain kind that a module of torch or transformers, or `F.silu`, computes; else None."""
+    """Return the plain kind of `F.silu`, or of a module of torch or transformers, or None."""
     if function is F.silu:
         return "silu"
     cls = type(function)
@@ -162,7 +165,7 @@ def plain_kind(function: object) -> str | None:
 
 
 def split_gate(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """Gate and up halves of `[N, 2F]`, as views."""
+    """Return the gate and up halves of `[N, 2F]`, as views."""
     if layout == "interleaved":
         return x[..., ::2], x[..., 1::2]
     gate, up = x.chunk(2, dim=-1)
@@ -172,9 +175,9 @@ def split_gate(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
 def run_activation(
     x: Tensor, activation: Any, *, gated: bool, layout: str, weights: RowWeights | None = None
 ) -> Tensor:
-    """Apply what `resolve_activation` returned to `[N, 2F]` (gated) or `[N, F]`.
+    """Apply a result of `resolve_activation` to `[N, 2F]` (gated) or `[N, F]`.
 
-    A fused gated kind multiplies each row by its weight, where there are weights.
+    Weights are only for fused gated kinds, which multiply each row by its weight.
     """
     if isinstance(activation, str) and activation in GATED_ACTIVATIONS:
         slots = (None, None) if weights is None else (weights.slot_weights, weights.slot_of_row)

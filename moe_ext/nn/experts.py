@@ -36,7 +36,7 @@ from moe_ext.nn.expert_activation import (
 )
 from moe_ext.nn.torch_state import as_autocast
 
-# 2**64 / golden ratio, odd: neighbouring experts get seeds that differ in about half of their bits.
+# 2**64 / golden ratio, odd: seeds of neighbouring experts differ in about half of their bits.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
@@ -49,32 +49,32 @@ class GroupedExperts(nn.Module):
     [L, 2F]` (or `up_proj_bias [L, F]`) and `down_proj_bias [L, D]`.
 
     Args:
-        num_experts: E, over all ranks.
-        model_dim: D, the elements of a token.
-        ffn_dim: F, the hidden units of an expert.
+        num_experts: E, number of experts over all ranks.
+        model_dim: D, number of elements of a token.
+        ffn_dim: F, hidden size of an expert.
         activation: a fused kind, "swiglu", "geglu", "geglu_tanh", "reglu", or plain "silu", "gelu",
             "gelu_tanh", "relu", "relu_squared"; the name of another function of torch, such as
             "tanh" or "mish"; a `ClampedSwiGLU`; or any function or module of one tensor, applied to
             `[N, F]`.
-        gated: whether `act(gate) * up` is meant by a plain name or a function; None asks the name
-            and takes a function for plain.
+        gated: whether a plain name or a function computes `act(gate) * up`. None follows the name,
+            and takes a function as plain.
         bias: add biases.
-        layout: where the gate is in the 2F features of `gate_up_proj`: "concatenated", the first
-            half, or "interleaved", the even ones.
+        layout: position of the gate in the 2F features of `gate_up_proj`: "concatenated" is the
+            first half, "interleaved" the even features.
         transposed: store the weights as `[L, D, 2F]` (`[L, D, F]`) and `[L, F, D]`.
-        post_norm: module of `[N, D]` that the output of every expert goes through before it is
-            weighted, such as `nn.RMSNorm(D)`; one for all experts, as `post_expert_norm`.
+        post_norm: module of `[N, D]`, such as `nn.RMSNorm(D)`, that is applied to the outputs of
+            experts before they are weighted. One module serves all experts, as `post_expert_norm`.
         ep_group: expert-parallel process group; rank r of P holds experts [r*E/P, (r+1)*E/P).
         device: device of the parameters.
         dtype: dtype of the parameters.
 
     Raises:
         ValueError: a size is not positive; the activation or the layout is unknown; P does not
-            divide E; or a post_norm or an activation with parameters is to be spread over ranks.
+            divide E; or a post_norm or an activation has parameters in a group of several ranks.
         TypeError: the activation is neither a name nor callable.
     """
 
-    # The forward pass takes this rank's parts of its parameters by itself.
+    # True because `forward` takes the local parts of DTensor parameters itself.
     takes_dtensors = True
 
     down_proj: nn.Parameter
@@ -103,7 +103,7 @@ class GroupedExperts(nn.Module):
         check_group(ep_group, "GroupedExperts")
         check_choice("GroupedExperts", "layout", layout, LAYOUTS)
         self.activation, self.gated = resolve_activation(activation, gated, "GroupedExperts")
-        # A plain number: the seeds of experts are beyond those of numpy.
+        # A Python integer, because products with `_SEED_STRIDE` would overflow one of numpy.
         self.num_experts = int(num_experts)
         self.model_dim = model_dim
         self.ffn_dim = ffn_dim
@@ -141,7 +141,8 @@ class GroupedExperts(nn.Module):
                 f" of etp={shards} in an ep_group with etp, got bias={bias}, post_norm={post_norm} "
                 f"and ffn_dim={self.ffn_dim}"
             )
-        # Over ranks, parameters that all experts share would be taken for experts.
+        # In a group of ranks every parameter is declared as a stack of experts, so none may be
+        # shared by all experts.
         for name, module in (("activation", self.activation), ("post_norm", post_norm)):
             shared = isinstance(module, nn.Module) and any(True for _ in module.parameters())
             if shared and group_size(ep_group) > 1:
@@ -173,7 +174,7 @@ class GroupedExperts(nn.Module):
         )
 
     def _lie_over(self, ep_group: ProcessGroup | None) -> None:
-        """Declare that the parameters are those of this rank of a group."""
+        """Declare that the parameters are this rank's part of the experts of a group."""
         self._ep_group = GroupHandle(ep_group)
         declare_placement(self, self._place_of("down_proj", ep_group))
         if shards_of_experts(ep_group) > 1:
@@ -181,12 +182,12 @@ class GroupedExperts(nn.Module):
 
     @property
     def ep_group(self) -> ProcessGroup | None:
-        """The expert-parallel group, None when every expert is local."""
+        """The expert-parallel group, or None if every expert is local."""
         return self._ep_group.group
 
     @property
     def num_local_experts(self) -> int:
-        """L, the experts of this rank."""
+        """L, the number of experts of this rank."""
         return local_experts(self.num_experts, self.ep_group, "GroupedExperts")
 
     @property
@@ -196,11 +197,11 @@ class GroupedExperts(nn.Module):
         return place * self.num_local_experts
 
     def reset_parameters(self) -> None:
-        """Draw all parameters uniformly in +-1/sqrt(fan_in), alike for any group size.
+        """Draw all parameters uniformly in +-1/sqrt(fan_in), the same for any group size.
 
-        Each expert has a generator of its own, seeded by a draw from torch's default CPU generator
-        and by the expert's number. So values depend on `torch.manual_seed` and that number alone,
-        and no rank draws the experts of another. Whole ones are drawn where a rank holds shards.
+        Each expert has its own seed, made of a draw from torch's default CPU generator and of the
+        expert's number. Values therefore depend only on `torch.manual_seed` and that number, and no
+        rank draws experts of another. A rank with a shard of an expert draws the whole expert.
         """
         drawn: list[tuple[Tensor, float, Placement | None]] = []
         sharded = {name: place for name, (_, place) in sharded_parameters(self).items()}
@@ -211,7 +212,7 @@ class GroupedExperts(nn.Module):
                     drawn.append((parameter, 1.0 / math.sqrt(inputs), sharded.get(full_name)))
         draw = torch.randint(0, 2**62, (1,), device="cpu")
         device = self.down_proj.device
-        # Inside FakeTensorMode a draw has no value.
+        # There is nothing to fill on the meta device. Inside FakeTensorMode `draw` has no value.
         if device.type == "meta" or type(draw) is not Tensor:
             return
         base = int(draw)
@@ -246,8 +247,9 @@ class GroupedExperts(nn.Module):
 
     @property
     def weighs_rows(self) -> bool:
-        """True if `forward` takes weights: a fused gate, and nothing but a product behind it."""
-        # A `forward` of another's may know nothing of weights. As `runs_own_forward`, in each pass.
+        """True if `forward` takes weights: with a fused gate, and only a product after it."""
+        # Another `forward` may not take weights. A subclass may define it, or a library may set it
+        # on the module at any time, see `runs_own_forward`.
         own = type(self).forward is GroupedExperts.forward and "forward" not in self.__dict__
         fused = isinstance(self.activation, str) and self.activation in GATED_ACTIVATIONS
         return own and fused and self.down_proj_bias is None and self.post_expert_norm is None
@@ -264,13 +266,13 @@ class GroupedExperts(nn.Module):
         Args:
             rows_ND: rows grouped by local expert, `[N, D]`.
             expert_offsets: `[L + 1]` int64; local expert l owns rows [offsets[l], offsets[l + 1]).
-                Or `[L]` int32, where every row has an expert: the ends of each one's.
-            row_weights: what results are multiplied by, only where `weighs_rows`.
-            moves: experts of other ranks that come to this one, behind its own in the offsets; all
-                ranks of `ep_group` then call this together.
+                Or, if every row has an expert, `[L]` int32: the end of each expert's rows.
+            row_weights: factors on the results; only if `weighs_rows` is True.
+            moves: experts of other ranks that move to this rank in this pass; in the offsets they
+                follow its own experts. All ranks of `ep_group` then call this together.
 
         Returns:
-            `[N, D]`; rows past the last offset are zero, or what `post_norm` makes of zeros.
+            `[N, D]`; rows past the last offset are zero, or the output of `post_norm` for zeros.
         """
         up = self._product(self._up_name, rows_ND, expert_offsets, moves)
         hidden = run_activation(
@@ -286,7 +288,7 @@ class GroupedExperts(nn.Module):
         if bias_EM is not None:
             bias_EM = local_part(bias_EM) if moves is None else moves.extend(local_part(bias_EM))
         weight: Tensor = getattr(self, name)
-        # A plain weight does not pay for the call.
+        # This condition saves the call for a plain weight.
         if moves is not None or self.transposed or type(weight) not in (nn.Parameter, Tensor):
             weight = self._weight(name, moves)
         return ops.grouped_mm(x, weight, expert_offsets, bias_EM=bias_EM)
@@ -303,35 +305,36 @@ class GroupedExperts(nn.Module):
 def take_weights(
     dispatcher: TokenDispatcher, rows: Tensor, metadata: DispatchMetadata
 ) -> tuple[tuple[RowWeights, ...], DispatchMetadata]:
-    """Weights beside rows that experts weigh, and the metadata of their results."""
+    """Return the weights for experts that weigh their rows, and the metadata of the results."""
     weights = dispatcher.row_weights(rows, metadata)
     return ((), metadata) if weights is None else ((weights,), replace(metadata, topk_weights=None))
 
 
-# Parameters of a module, a name among them, and the tensor that takes its place for a pass.
+# Dictionary of a module's parameters, a name in it, and the tensor to use in a pass.
 Weights = list[tuple[dict[str, Any], str, Tensor]]
 
 
 def late_weights(experts: nn.Module) -> Weights:
-    """Weights for `run_experts`, to be taken while the rows are underway.
+    """Return weights for `run_experts`; to be called while the rows travel.
 
-    Products of their gradients are then left to nodes that are recorded here. The engine takes
-    nodes in the reverse order of their recording: what was recorded after these runs first, such as
-    what starts to send gradients, and what was recorded before them runs behind them, such as what
-    waits for them. The results have the same bits. Without `moe_ext._runtime` nothing waits.
+    The products for the gradients of these weights are deferred to autograd nodes recorded here.
+    The engine runs nodes in the reverse order of recording: first the later nodes that start to
+    send gradients, then these products, then the earlier nodes that wait for the messages. So the
+    products overlap with the messages. The results have the same bits. Without `moe_ext._runtime`
+    products are not deferred.
     """
     if not torch.is_grad_enabled():
         return []
     runtime = _runtime_library.load()
     found: Weights = []
     for module in experts.modules():
-        # Shards are gathered by the experts' own hooks, which come later.
+        # Hooks of FSDP2 gather the shards of such experts later, when the experts run.
         if not runs_own_forward(module) or module.transposed or is_fsdp(module):
             continue
         held = module._parameters
         for name in (module._up_name, "down_proj"):
             weight = held.get(name)
-            # Another module may have given a plain tensor for this pass.
+            # Other code may have put a plain tensor in place of the parameter for this pass.
             if weight is not None and type(weight) is not Tensor and weight.requires_grad:
                 part = as_autocast(own_part_of(module, name, weight, runtime))
                 found.append((held, name, part if runtime is None else runtime.late_gradient(part)))
@@ -339,10 +342,10 @@ def late_weights(experts: nn.Module) -> Weights:
 
 
 def moved_weights(experts: GroupedExperts, moves: ExpertMoves) -> Weights:
-    """Weights with those that came behind them, for `run_experts`, to be sent beside the rows."""
+    """Return weights extended by those of moved experts, which are sent beside the rows."""
     held, names = experts._parameters, (experts._up_name, "down_proj")
-    # Shards are gathered by the experts' own hooks, and sent behind the rows; so is what hooks and
-    # parametrizations make.
+    # Weights that hooks of FSDP2 gather, or that hooks or parametrizations compute, exist only when
+    # the experts run. `GroupedExperts.forward` sends them, after the rows.
     if is_fsdp(experts) or not {n + end for n in names for end in ("", "_bias")} <= held.keys():
         return []
     weights = experts.named_parameters(recurse=False)
@@ -350,8 +353,8 @@ def moved_weights(experts: GroupedExperts, moves: ExpertMoves) -> Weights:
 
 
 def run_experts(experts: nn.Module, late: Weights, *args: Any) -> Tensor:
-    """Results of experts, with the weights that `late_weights` gave."""
-    # As torch.func.functional_call, which looks for the names anew in each pass.
+    """Run experts with the weights of `late_weights` or `moved_weights`."""
+    # `torch.func.functional_call` does the same, but searches for the names in each pass.
     held: Weights = []
     try:
         for parameters, name, weight in late:
@@ -364,8 +367,8 @@ def run_experts(experts: nn.Module, late: Weights, *args: Any) -> Tensor:
 
 
 def runs_own_forward(experts: nn.Module) -> TypeGuard[GroupedExperts]:
-    """True for `GroupedExperts`, and for classes derived from it, without another `forward`."""
-    # Accelerate sets one on the module, to bring the weights that it has offloaded.
+    """Return True for `GroupedExperts` and subclasses that do not replace `forward`."""
+    # Accelerate sets a `forward` on the module, which fetches the weights that it has offloaded.
     own = GroupedExperts.forward
     found = isinstance(experts, GroupedExperts) and type(experts).forward is own
     return found and "forward" not in experts.__dict__
@@ -374,7 +377,7 @@ def runs_own_forward(experts: nn.Module) -> TypeGuard[GroupedExperts]:
 def check_results(
     experts: nn.Module, dispatcher: TokenDispatcher, rows: Tensor, results: Tensor
 ) -> None:
-    """Refuse what a transport would mix up: rows of another length on this rank than on others."""
+    """Refuse results of another shape than the rows, or of a dtype that differs between ranks."""
     if results.shape != rows.shape:
         raise ValueError(
             f"MoELayer: expected experts to return rows of shape {tuple(rows.shape)}, got "
@@ -387,9 +390,10 @@ def check_results(
 def slots_of_shards(
     topk_idx_TK: Tensor, topk_weights_TK: Tensor, num_experts: int, ep_group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Slots `[T, K * etp]`, every shard of each chosen expert, with its weight.
+    """Return slots `[T, K * etp]` for every shard of each chosen expert, and their weights.
 
-    To a dispatcher each shard is an expert: the sum of their results is what the expert makes.
+    A dispatcher treats each shard as an expert. The output of an expert is the sum of those of its
+    shards.
     """
     shards = shards_of_experts(ep_group)
     num_local = num_experts * shards // group_size(ep_group)
@@ -401,7 +405,7 @@ def slots_of_shards(
 
 
 def local_experts(num_experts: int, ep_group: ProcessGroup | None, owner: str) -> int:
-    """Experts of each rank; ValueError naming `owner` where the group does not divide them."""
+    """Return the number of experts of each rank; ValueError if the group does not divide E."""
     ep_size = group_size(ep_group) // shards_of_experts(ep_group)
     if num_experts % ep_size != 0:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Dense feed-forward network, the shared expert of a layer.
+"""Dense feed-forward network, used for the shared expert of a layer.
 
 Shapes: D model, F ffn.
 """
@@ -19,9 +19,10 @@ from moe_ext.nn.expert_activation import Activation, resolve_activation, run_act
 
 
 def without_bad_padding(x: Tensor, token_mask: Tensor | None) -> Tensor:
-    """Tokens `[..., D]` with zeros for NaN and infinity in those that are masked.
+    """Return tokens `[..., D]` in which NaN and infinity of masked tokens are zeros.
 
-    A masked token has no gradient; zero times NaN would be one for the weights.
+    The output gradient of a masked token is zero. Zero times NaN would be NaN in the gradient of
+    the weights.
     """
     if token_mask is None:
         return x
@@ -32,10 +33,11 @@ class FeedForward(nn.Module):
     """Dense two-layer feed-forward network, the shared expert of a `MoELayer`.
 
     Args:
-        model_dim: D, the elements of a token.
-        ffn_dim: F, the hidden units of an expert.
-        activation: as in `GroupedExperts`; gated ones have `gate_up_proj`, plain ones `up_proj`.
-            Under torch's `ColwiseParallel` and `RowwiseParallel`, gated ones exchange columns.
+        model_dim: D, number of elements of a token.
+        ffn_dim: F, hidden size of the network.
+        activation: as in `GroupedExperts`. A gated activation has `gate_up_proj`, a plain one
+            `up_proj`. Under torch's `ColwiseParallel` and `RowwiseParallel`, ranks exchange columns
+            of a gated activation.
         bias: add biases.
         device: device of the parameters.
         dtype: dtype of the parameters.
@@ -63,12 +65,12 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(ffn_dim, model_dim, bias=bias, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew, as `nn.Linear` does."""
+        """Draw new parameters, as `nn.Linear` does."""
         self.get_submodule(self._up_name).reset_parameters()  # type: ignore[operator]
         self.down_proj.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., D] -> [..., D]`."""
+        """Run the network, `[..., D] -> [..., D]`."""
         up = self.get_submodule(self._up_name)(x)
         if self.gated and up.shape[-1] != 2 * self.down_proj.in_features:
             up = self._join_pairs(up)
@@ -76,9 +78,10 @@ class FeedForward(nn.Module):
         return self.down_proj(hidden)
 
     def _join_pairs(self, up: Tensor) -> Tensor:
-        """This rank's gates and their ups, of the columns that `ColwiseParallel` gives it.
+        """Exchange columns between ranks, so that each rank holds gates and their ups.
 
-        Those are gates on the first ranks and ups on the last ones.
+        `ColwiseParallel` gives the columns of gates to the first ranks, and those of ups to the
+        last ones.
         """
         linear: Any = self.get_submodule(self._up_name)
         weight, num_ups = linear.weight, self.down_proj.in_features
@@ -97,7 +100,7 @@ class FeedForward(nn.Module):
 
 @functools.cache
 def _pairs(num_ups: int, num_ranks: int, rank: int) -> tuple[list[int], list[int], list[int]]:
-    """The order in which a rank sends its columns, and how many it sends to and gets from each."""
+    """Return the order in which a rank sends its columns, and send and receive sizes by rank."""
     columns = torch.arange(2 * num_ups)
     holder = columns * num_ranks // (2 * num_ups)
     taker = columns % num_ups * num_ranks // num_ups

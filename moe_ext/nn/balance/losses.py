@@ -1,4 +1,4 @@
-"""The losses of a layer: the tokens that they count, their terms, their way to the backward pass.
+"""Losses of a layer: options, packed documents, loss terms, and injection of gradients.
 
 Shapes: T tokens, E experts, K top-k, B sequences, S positions of a sequence on this rank,
     N documents.
@@ -33,34 +33,34 @@ if TYPE_CHECKING:
 SCOPES = ("micro_batch", "sequence", "global_batch")
 LOSS_MODES = ("inject", "return", "both")
 
-# Name to (coefficient, loss in the graph).
+# Coefficient and loss, a tensor with its graph, by name.
 LossTerms = dict[str, tuple[float, Tensor]]
 
 
 @dataclass(frozen=True)
 class Balance:
-    """The losses of a layer: over which tokens the balance loss counts, factors, and their way.
+    """Losses of a layer: tokens over which the balance loss counts, factors, and mode.
 
     Attributes:
-        scope: "micro_batch", the tokens of one forward pass on this rank; "sequence", each sequence
-            of `x[..., S, D]` alone, or each of the packed documents in it that the layer is told
-            of, averaged over those that have a real token; "global_batch", the tokens of a whole
-            step: the share of each expert is that over all ranks of `group` and all micro-batches
-            of the step, the mean score that of this pass.
-        group: of "global_batch": the ranks whose tokens count, every one that sees data of its own;
-            of "sequence": the ranks that share each sequence (`cp_group`). None for this rank
-            alone, or for the group of an `attention.sequence_parallel` around the layer.
-        coef: factor on `ops.load_balance_loss`; None is that of the layer, 0.01 if its preset has
-            no other. A router that is balanced by construction gets no balance loss.
+        scope: "micro_batch" counts the tokens of one forward pass on this rank. "sequence" averages
+            the losses of all sequences of `x[..., S, D]`, or of all packed documents that the layer
+            is told of, if they have a real token. "global_batch" counts the tokens of a whole step:
+            the share of each expert is that over all ranks of `group` and all micro-batches of the
+            step, and the mean score is that of this pass.
+        group: for "global_batch", the ranks whose tokens count: every rank that has data of its
+            own. For "sequence", the ranks that share each sequence (`cp_group`). None means this
+            rank alone, or the group of an `attention.sequence_parallel` around the layer.
+        coef: factor on `ops.load_balance_loss`. None takes the factor of the layer's preset, or
+            0.01. A router that is balanced by construction has no balance loss.
         z_coef: factor on `ops.router_z_loss`.
-        mode: "inject" adds the losses' gradients in the backward pass of the output; "return"
-            leaves them to the caller, in the graph, in `losses` (see `collect_losses`); "both" does
-            both, for a caller who looks at them without adding them.
+        mode: "inject" adds the gradients of the losses in the backward pass of the output. "return"
+            adds none: the caller takes the losses, with their graph, from `losses` (see
+            `collect_losses`). "both" injects too, for a caller who only looks at `losses`.
 
     Raises:
         ValueError: scope or mode is unknown, a factor is negative, or the scope has no use for a
             group.
-        TypeError: the group is none of this rank, or a factor is no number.
+        TypeError: the group is not a process group of this rank, or a factor is not a number.
     """
 
     scope: str = "micro_batch"
@@ -71,7 +71,7 @@ class Balance:
     mode: str = "inject"
 
     def __post_init__(self) -> None:
-        """Refuse what is not allowed."""
+        """Check the values."""
         check_choice("Balance", "scope", self.scope, SCOPES)
         check_choice("Balance", "mode", self.mode, LOSS_MODES)
         for name in ("coef", "z_coef"):
@@ -89,12 +89,12 @@ class Balance:
 
     @classmethod
     def of(cls, owner: str, value: Balance | str | float | None, coef: float = 0.01) -> Balance:
-        """The losses that are meant: a text is a scope, a number the factor of the balance loss.
+        """Return the `Balance` for the argument of a layer.
 
         Args:
             owner: name for error messages.
-            value: of the layer.
-            coef: where it says none.
+            value: a `Balance`, a scope, the factor of the balance loss, or None.
+            coef: factor of the balance loss if `value` has none.
         """
         if isinstance(value, str):
             check_choice(owner, "balance", value, SCOPES)
@@ -109,18 +109,19 @@ class Balance:
 def step_counts_for(
     balance: Balance, num_experts: int, device: torch.device | str | None
 ) -> StepCounts | None:
-    """Counts of the tokens of a step, where the losses are over them."""
+    """Return counters for the tokens of a step, or None if the losses do not need them."""
     is_global = balance.scope == "global_batch"
     return StepCounts(num_experts, balance.group, device) if is_global else None
 
 
 class Documents(NamedTuple):
-    """Sequences of a balance loss that are no equal runs of this rank's tokens.
+    """Sequences of a balance loss that differ in length or are shared with other ranks.
 
     Attributes:
-        document_T: `[T]` int64, number of the sequence of each token, the same on all ranks.
-        num_documents: N, sequences and documents without a token included.
-        group: the ranks that share them; None for this rank alone.
+        document_T: `[T]` int64, number of the document of each token. Parts of a document on
+            several ranks have the same number.
+        num_documents: N, including numbers that no token has.
+        group: the ranks that share documents; None for this rank alone.
     """
 
     document_T: Tensor
@@ -136,19 +137,19 @@ def find_documents(
     token_mask: Tensor | None,
     problem: Exception | None,
 ) -> Documents | None:
-    """The documents of a pass; None where every sequence is one, and on this rank alone.
+    """Return the documents of a pass; None if each sequence is one document of this rank alone.
 
-    Ranks that share sequences compare in one message what they were given.
+    Ranks that share sequences compare their inputs in one message.
 
     Args:
-        balance: of the layer, by sequence.
+        balance: losses of the layer, whose scope is "sequence".
         x: tokens `[..., S, D]`.
         document_ids: `[..., S]` or `[S]`.
         cu_seqlens: offsets in the sequences of this rank.
         token_mask: `[..., S]`.
-        problem: what else is wrong on this rank.
+        problem: error in other inputs of this rank, raised here.
     """
-    # Not at the top: the schemes of attention come with it.
+    # This import is local, because it loads all schemes of attention.
     from moe_ext.attention.context import shared_sequences
 
     shared = shared_sequences()
@@ -191,7 +192,7 @@ def _agreed_documents(
         found = agreement.compare(facts, values=(num_documents,))
     num_documents = max(numbers[0] for numbers in found)
     first_B = torch.arange(num_sequences, device=x.device) * num_documents
-    # Without sequences their length cannot follow from the number of tokens.
+    # Without sequences `reshape(0, -1)` would be ambiguous, so the length is read from x.
     length = x.shape[-2] if x.dim() > 1 else 1
     document_T = (first_B[:, None] + ids_BS.reshape(num_sequences, length)).reshape(-1)
     return Documents(document_T, num_sequences * num_documents, group)
@@ -203,7 +204,7 @@ def _ids_of_offsets(
     group: ProcessGroup | None,
     x: Tensor,
 ) -> Tensor:
-    """Documents by offsets in sequences that this rank holds whole."""
+    """Return the document ids for offsets in sequences that this rank holds as a whole."""
     op = "MoELayer"
     if document_ids is not None:
         raise ValueError(f"{op}: expected document_ids or cu_seqlens to be None, got both")
@@ -225,9 +226,9 @@ def _ids_of_offsets(
 
 
 def _numbered(document_ids: Tensor, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, int]:
-    """Numbers of the documents, of the shape of the tokens, and how many there may be."""
+    """Return the document ids in the shape of the tokens, and the largest id plus one."""
     wanted = x.shape[:-1]
-    # A TypeError or a ValueError of the layer is raised by every rank of the group.
+    # Errors are of class TypeError or ValueError, which the agreement raises on every rank.
     check_kind("MoELayer", "document_ids", document_ids, Tensor)
     if document_ids.dtype != torch.int64:
         raise TypeError(f"MoELayer: expected document_ids to be int64, got {document_ids.dtype}")
@@ -238,7 +239,7 @@ def _numbered(document_ids: Tensor, x: Tensor, token_mask: Tensor | None) -> tup
         )
     ids_BS = document_ids.expand(wanted)
     if token_mask is not None:
-        # A masked token may have any number.
+        # A masked token may have any id, and counts nowhere.
         ids_BS = ids_BS.where(token_mask, 0)
     if ids_BS.numel() == 0:
         return ids_BS, 1
@@ -261,18 +262,18 @@ def loss_terms(
     z_coef: float,
     step: StepCounts | None,
 ) -> LossTerms:
-    """The losses of one forward pass: "balance", "z", and the router's own.
+    """Return the losses of one forward pass: "balance", "z", and those of the router.
 
     Args:
-        routed: what the router said.
-        counted: terms of the balance loss in it.
-        mask_T: which tokens are real, None for all.
-        num_sequences: B, equal runs of tokens.
-        documents: the sequences of a loss by sequence, where they are not these.
-        scope: of the `Balance`.
+        routed: output of the router.
+        counted: terms of the balance loss for all tokens of the pass.
+        mask_T: True for real tokens; None for all.
+        num_sequences: B, the number of sequences of equal length.
+        documents: for scope "sequence", documents that replace these sequences.
+        scope: scope of the `Balance`.
         balance_coef: 0 for no balance loss.
         z_coef: 0 for no z-loss.
-        step: counts of the step, this pass included, for the losses of a global batch.
+        step: counts of the step, including this pass, for scope "global_batch".
     """
     terms: LossTerms = {}
     z = ops.router_z_loss(routed.logits, token_mask=mask_T) if z_coef else None
@@ -297,12 +298,12 @@ def loss_terms(
 def _sequence_loss(
     routed: RouterOutput, columns: int, mask_T: Tensor | None, num_sequences: int
 ) -> Tensor:
-    """Mean over sequences of the balance loss of each; it counts the first columns of the gate."""
+    """Return the mean of the sequences' balance losses, from the first columns of the gate."""
     score_sum_BE, counts_BE = ops.sequence_load(
         routed.logits,
         routed.gate.topk_idx[:, :columns],
         num_sequences,
-        # Before the choice, the scores of "topk_softmax" are a softmax over all experts too.
+        # The loss needs scores of all experts. For "topk_softmax" these are a softmax, too.
         score_fn=(routed.score_fn or "softmax").removeprefix("topk_"),
         token_mask=mask_T,
     )
@@ -317,12 +318,13 @@ def _document_losses(
     documents: Documents,
     z_loss: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `_sequence_loss` for documents of any lengths, and the z-loss, as this rank's part.
+    """Return this rank's parts of the loss of `_sequence_loss` over documents, and of the z-loss.
 
-    The mean over the ranks that share the sequences is the loss of the whole sequences.
+    The mean of the parts over the ranks that share documents is the loss of the whole documents.
     """
     num_tokens, num_experts = routed.logits.shape
-    # Each token for itself: only whole numbers are summed by document, in any order.
+    # Each token is a sequence of its own here. Only counts are then summed by document: sums of
+    # whole numbers have the same bits in any order.
     score_TE, chosen_TE = ops.sequence_load(
         routed.logits,
         routed.gate.topk_idx[:, :columns],
@@ -337,8 +339,8 @@ def _document_losses(
         counts_NE = collectives.all_reduce_(counts_NE, documents.group, operation="Balance")
     counts_NE = counts_NE.to(score_TE.dtype)
     choices_N = counts_NE.sum(dim=1)
-    # E sum_e (c_e / C) (S_e K / C) of a document with C = T K choices, over the documents that have
-    # one. Linear in the scores, so that each rank adds the terms of its own tokens.
+    # A document with C = T K choices has the loss E sum_e (c_e / C) (S_e K / C), averaged over the
+    # documents with C > 0. The loss is linear in the scores: each rank adds its own tokens' terms.
     slope_N = num_ranks * num_experts * columns / choices_N.clamp(min=1).square()
     slope_N = slope_N / (choices_N > 0).sum().clamp(min=1)
     loss = ((slope_N[:, None] * counts_NE)[documents.document_T] * score_TE).sum()
@@ -350,23 +352,23 @@ def _document_losses(
 def _global_batch_losses(
     counted: BalanceTerms, z_loss: Tensor | None, step: StepCounts
 ) -> tuple[Tensor, Tensor | None]:
-    """The balance loss, and the z-loss, of this pass as its part of the step's.
+    """Return this pass's parts of the balance loss and the z-loss of the whole step.
 
-    The mean over ranks and micro-batches of what every pass returns is the loss of the whole batch,
-    however unevenly the tokens are spread: a pass counts by its tokens over the mean of all passes.
+    The mean of the parts over ranks and micro-batches is the loss of the whole batch, however
+    unevenly the tokens are divided: the weight of a pass is its tokens over the mean of all passes.
     """
-    # A copy: the running total is written to again before the backward pass reads it.
+    # The total is copied, because later passes add to it before the backward pass reads it.
     total_E, passes = step.total[:-1].clone(), step.total[-1].clone()
     loss = ops.load_balance_loss(counted.score_sum, total_E, counted.top_k) * passes
     if z_loss is not None:
         choices = counted.num_tokens_per_expert.sum() * passes
-        # In the dtype of the loss: a quotient of whole numbers would be float32.
+        # A quotient of integers would be float32, so `choices` is cast to the dtype of the loss.
         z_loss = z_loss * choices.to(z_loss.dtype) / total_E.sum().clamp(min=1)
     return loss, z_loss
 
 
 class _InjectLosses(torch.autograd.Function):
-    """Identity on y; in the backward pass each loss gets the gradient `coefficient * scale`."""
+    """Identity on y. In the backward pass each loss gets the gradient `coefficient * scale`."""
 
     generate_vmap_rule = True
 
@@ -391,7 +393,7 @@ class _InjectLosses(torch.autograd.Function):
 
 
 def inject_losses(y: Tensor, terms: LossTerms, scale: float | Tensor) -> Tensor:
-    """`inject_loss` of several terms at once."""
+    """Apply `inject_loss` for several terms at once."""
     coefs, losses = zip(*terms.values(), strict=True)
     by_torch = torch.compiler.is_compiling() or (is_transformed() and "vmap" in transforms())
     module = None if by_torch else _runtime_library.load()

@@ -1,7 +1,7 @@
-"""Exact balance over ranks: experts' weights travel to the ranks that have room for their rows.
+"""Exact balance over ranks: weights of experts travel to ranks that have room for their rows.
 
-Shapes: T tokens, K top-k, E experts, P ranks, L = E / P local experts, S = 2 L slots of a rank, M
-moved experts of this rank.
+Shapes: T tokens, K top-k, E experts, P ranks, L = E / P local experts, S = 2 L slots of a rank,
+    M moved experts of this rank.
 """
 
 from __future__ import annotations
@@ -27,33 +27,36 @@ from moe_ext.dispatch.rows import all_to_all_rows
 
 MODES = ("exact", "periodic")
 _OPERATION = "MoELayer.rebalance"
-# Rows of the product by which the rate of the processor is measured.
+# Number of rows of the matrix product with which the rate of the processor is measured.
 _REHEARSAL_ROWS = 256
-# All ranks compute together for so long at least: longer than a core's turns between two of them.
+# Least seconds for which all ranks compute together in a measurement. Longer than the time slices
+# of ranks that share a core.
 _REHEARSAL_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
 class Rebalance:
-    """When experts move, and where from the time that it saves is known.
+    """When experts move, and the rates from which the saved time is computed.
 
     Attributes:
-        mode: "exact", a plan for the rows of each pass; "periodic", one for the loads since
-            `update_placement` last made one, with the rows of each pass in its proportions.
-        break_even: experts move in a pass where the time saved is at least so many times that of
-            moving them; 0 moves them always.
-        every: calls of `update_placement` from one plan to the next, of "periodic".
-        hysteresis: share by which the heaviest rank of a new plan must be lighter than that of the
-            plan in use to replace it, of "periodic".
-        link: of the group; None measures it at the first pass. It may differ between ranks, as do
-            measured numbers: all of them go by that of the first one.
-        flops: floating point operations a second of a rank's products while all ranks compute;
-            None measures them. As `link`, that of the first rank.
-        flops_alone: the same while the other ranks wait, more where ranks share cores; None
-            measures it, or takes `flops` where that is given. As `link`, that of the first rank.
+        mode: "exact" makes a plan for the rows of each pass. "periodic" makes a plan in
+            `update_placement`, for the loads since the last plan; later passes split their rows in
+            the proportions of that plan.
+        break_even: experts move in a pass if the saved time is at least this multiple of the time
+            that moving them takes; 0 always moves them.
+        every: number of calls of `update_placement` from one plan to the next, for "periodic".
+        hysteresis: for "periodic": a new plan replaces the plan in use if its heaviest rank is
+            lighter by more than this fraction.
+        link: link of the group; None measures it in the first pass. Values may differ between
+            ranks, and all ranks use that of the first rank.
+        flops: floating point operations per second of a rank's products while all ranks compute;
+            None measures it. All ranks use the value of the first rank.
+        flops_alone: the same rate while the other ranks wait, larger if ranks share cores. None
+            takes `flops` if that is given, otherwise measures. All ranks use the value of the first
+            rank.
     """
 
-    # Measured by each rank: `Rebalancer` takes those of one.
+    # Ranks may have measured different values, because `Rebalancer` uses those of the first rank.
     FREE_TO_DIFFER: ClassVar[tuple[str, ...]] = ("link", "flops", "flops_alone")
 
     mode: str = "exact"
@@ -65,7 +68,7 @@ class Rebalance:
     flops_alone: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Check the values."""
         check_choice("Rebalance", "mode", self.mode, MODES)
         check_numbers("Rebalance", Rebalance.__annotations__, vars(self))
         for name in ("break_even", "hysteresis"):
@@ -92,19 +95,19 @@ def moving_pays(
     link: Link,
     backward: bool = True,
 ) -> tuple[float, float]:
-    """Seconds that balance saves in a pass, and seconds that moving experts takes.
+    """Return the seconds that balance saves in a pass, and the seconds that moving experts takes.
 
-    Saved are `rows_saved * row_flops / flops`, three times with a backward pass; moving takes
-    `latency + num_moved * expert_bytes / bandwidth`, twice with it. Experts move where the first is
-    the larger, so from `rows_saved = expert_bytes flops / (1.5 bandwidth row_flops)` an expert on.
+    Balance saves `rows_saved * row_flops / flops`, three times that with a backward pass. Moving
+    takes `latency + num_moved * expert_bytes / bandwidth`, twice that with a backward pass. Moving
+    pays if `rows_saved` per moved expert is above `expert_bytes flops / (1.5 bandwidth row_flops)`.
 
     Args:
         rows_saved: rows of the heaviest rank beyond its share.
         expert_bytes: bytes of an expert's weights.
-        num_moved: experts that leave or reach one rank, the most of all.
+        num_moved: largest number of experts that leave or reach one rank.
         row_flops: operations of a row's products in the forward pass.
-        flops: operations a second.
-        link: of the group.
+        flops: operations per second.
+        link: link of the group.
         backward: whether gradients are recorded.
     """
     saved = (3 if backward else 1) * rows_saved * row_flops / flops
@@ -113,13 +116,13 @@ def moving_pays(
 
 
 def _slots(slot_S: Tensor, rows_S: Tensor, place_R: Tensor, num_places: int) -> Tensor:
-    """Slot of each place, -1 for none, `[num_places]`; nothing waits for the device.
+    """Return the slot of each place, `[num_places]`, -1 for none; without host synchronisation.
 
     Args:
         slot_S: slots in the order of their experts, on the host.
-        rows_S: rows that each of them takes, on the host.
-        place_R: places of the rows in the order of their experts.
-        num_places: of all slots of the choice.
+        rows_S: number of rows that each slot takes, on the host.
+        place_R: places of the rows in the flattened choice, in the order of their experts.
+        num_places: number of places of the choice, T K.
     """
     slot_S, rows_S = (x.to(place_R.device, non_blocking=True) for x in (slot_S, rows_S))
     slot_R = slot_S.repeat_interleave(rows_S, output_size=len(place_R))
@@ -132,8 +135,8 @@ class ExpertMoves:
     Args:
         group: the P ranks.
         sent: `[N]` int64 local experts of this rank, in the order of the ranks that they go to.
-        send: how many go to each rank.
-        receive: how many come from each.
+        send: number of experts that go to each rank.
+        receive: number of experts that come from each rank.
     """
 
     def __init__(
@@ -142,9 +145,10 @@ class ExpertMoves:
         self.group, self.sent, self.send, self.receive = group, sent, send, receive
 
     def extend(self, weight: Tensor) -> Tensor:
-        """`[L, ...]` and behind it the experts that came, `[L + M, ...]`; differentiable.
+        """Append the experts that arrive to `weight [L, ...]`: `[L + M, ...]`. Differentiable.
 
-        Gradients of moved experts travel home, and are added up there in the order of ranks.
+        The backward pass sends the gradients of moved experts to their home rank, which adds them
+        in the order of ranks.
         """
         sent = self.sent.to(weight.device, non_blocking=True)
         flat = weight.flatten(1).index_select(0, sent)
@@ -153,25 +157,25 @@ class ExpertMoves:
 
 
 class StackedExperts(Protocol):
-    """Experts over ranks whose parameters are stacked, `down_proj` one of them."""
+    """Experts that are divided over ranks, with stacked parameters such as `down_proj`."""
 
     num_experts: int
     down_proj: nn.Parameter
 
     @property
     def ep_group(self) -> ProcessGroup | None:
-        """The ranks that share them."""
+        """The group over which the experts are divided."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of the experts of this rank."""
 
 
 class Rebalancer:
-    """Plans of one layer.
+    """Makes and applies the plans of one layer.
 
     Args:
         options: when experts move.
-        experts: the layer's.
+        experts: experts of the layer.
     """
 
     def __init__(self, options: Rebalance, experts: StackedExperts) -> None:
@@ -179,34 +183,34 @@ class Rebalancer:
         self._group = GroupHandle(experts.ep_group)
         self.num_ranks = group_size(experts.ep_group)
         self.num_experts = experts.num_experts
-        # Experts that came to this rank in the last pass, and bytes of those that left it.
+        # Number of experts that came to this rank in the last pass, and bytes that left the rank.
         self.num_moved = self.moved_bytes = 0
         stacked = list(experts.parameters())
         self.expert_bytes = sum(p.element_size() * math.prod(p.shape[1:]) for p in stacked)
-        # A row meets each number of a matrix once.
+        # Each number of a matrix costs a row one multiplication and one addition.
         self.row_flops = 2 * sum(math.prod(p.shape[1:]) for p in stacked if p.dim() == 3)
         self._sizes = tuple(experts.down_proj.shape[1:])
         self.rates: tuple[Link, float, float] | None = None
-        # For "periodic": loads of passes since the last look, the plan in use, calls since then.
+        # For "periodic": loads since the last plan was made, the plan in use, calls of `update`.
         self.loads_E = torch.zeros(self.num_experts, dtype=torch.int64, device="cpu")
         self.plan: ops.BalancePlan | None = None
         self.calls = 0
 
     def metrics(self, device: torch.device) -> dict[str, Tensor]:
-        """Metrics of the last pass, as `LayerMetrics` names them."""
+        """Return metrics of the last pass, under the names of `MoELayer.metrics`."""
         found = {"num_moved_experts": self.num_moved, "moved_bytes": self.moved_bytes}
         return {name: torch.full((), value, device=device) for name, value in found.items()}
 
     def place(
         self, x_TD: Tensor, topk_idx: Tensor, told: SharedCounts, *, counts: bool
     ) -> PlacedRows:
-        """Give each row its slot, by the counts of all ranks; they call it together.
+        """Assign a slot to each row by the counts of all ranks, which call this together.
 
         Args:
             x_TD: the tokens.
-            topk_idx: experts, -1 for none.
-            told: the counts.
-            counts: add the loads to those of "periodic".
+            topk_idx: chosen experts, -1 for none.
+            told: the counts of all ranks.
+            counts: add the counts of this pass to the loads of "periodic".
         """
         if counts and self.options.mode == "periodic":
             self.loads_E += told.counts_PE.sum(0)
@@ -254,7 +258,8 @@ class Rebalancer:
             self.rates = self._measured(x_TD)
         link, flops, alone = self.rates
         home_P = counts_PE.sum(0).view(self.num_ranks, -1).sum(1)
-        # Ranks that share cores leave theirs to the heaviest one, once they are done.
+        # Rows at the rate `flops` that take as long as those of the heaviest rank. If ranks share
+        # cores, it computes at the rate `alone` once the lighter ranks are done.
         home_rows = max(float(home_P.max()) * flops / alone, float(home_P.sum()) / self.num_ranks)
         balanced_rows = float(rows_PS.sum(0).view(self.num_ranks, -1).sum(1).max())
         leave_P = torch.bincount(moved_PL[moved_PL >= 0] // local, minlength=self.num_ranks)
@@ -271,9 +276,9 @@ class Rebalancer:
         return saved >= self.options.break_even * taken
 
     def _measured(self, x_TD: Tensor) -> tuple[Link, float, float]:
-        """The link, and rates of a rank's products: all ranks at once, and one by itself.
+        """Return the link, and a rank's rates while all ranks compute and while one rank does.
 
-        All ranks use the same: given ones are those of the first rank.
+        All ranks get equal values: options that are given are those of the first rank.
         """
         group = self._group.group
         link, flops, alone = self._given(group)
@@ -288,7 +293,7 @@ class Rebalancer:
         def seconds(repeats: int) -> float:
             return seconds_of(lambda: [product() for _ in range(repeats)], x_TD.device) / repeats
 
-        # One rank computes while the others wait for its message.
+        # For the rate alone, rank 0 computes while the others wait for its message.
         first = group_rank(group) == 0
         found = quickest(lambda _: product(), rows, 4, warm_ups=1) if first else 0.0
         (one,) = max_over_ranks([found], group, x_TD.device)
@@ -298,7 +303,7 @@ class Rebalancer:
         return link, flops, flops * max(1.0, shared / max(one, 1e-9))
 
     def _given(self, group: ProcessGroup) -> tuple[Link | None, float | None, float | None]:
-        """The options of the first rank that are measured where they are None, on every rank."""
+        """Return `link`, `flops` and `flops_alone` of the first rank on every rank."""
         options, link = self.options, self.options.link
         rates = (0.0, 0.0, 0.0)
         if link is not None:
@@ -308,11 +313,11 @@ class Rebalancer:
         device = small_message_device(group)
         first = share(words, group, device, operation=_OPERATION)[0]
         *of_link, flops, alone = struct.unpack("<5d", struct.pack("<5q", *first))
-        # A link has bandwidth.
+        # Zeros stand for None: the bandwidth of a link is positive.
         return Link(*of_link) if of_link[1] else None, flops or None, alone or None
 
     def update(self) -> None:
-        """One call of `update_placement`; see there."""
+        """Count a call of `update_placement`, and make a new plan if it is due."""
         self.calls += 1
         if self.options.mode != "periodic" or self.calls % self.options.every:
             return

@@ -11,33 +11,34 @@ from torch import Tensor
 from moe_ext import ops
 from moe_ext.nn.torch_state import in_backward
 
-# Kimi K3, appendix D.
+# Number of bins of a histogram, as in Kimi K3, appendix D.
 NUM_BINS = 1000
 
 
 def _bins_of(bias_E: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower end of the first bin, and the width of a bin.
+    """Return the lower end of the first bin, and the width of a bin.
 
-    A sigmoid is in [0, 1], so the cutoff of a token is in [min b, max b + 1], and what an expert
-    needs to reach it in [min b - 1, max b + 1].
+    A sigmoid is in [0, 1], so the cutoff of a token is in [min b, max b + 1]. The bias with which
+    an expert reaches the cutoff is in [min b - 1, max b + 1].
     """
     low, high = bias_E.min(), bias_E.max()
     return low - 1, (high - low + 2) / NUM_BINS
 
 
-# An operator, so that a compiled layer asks at run time whether it is being recomputed.
+# This is an operator so that a compiled layer checks at run time whether it is being recomputed.
 @torch.library.custom_op("moe_ext::_tally_required_bias", mutates_args={"histogram_EB"})
 def add_required_bias(
     histogram_EB: Tensor, logits_TE: Tensor, bias_E: Tensor, token_mask: Tensor | None, top_k: int
 ) -> None:
-    """Count the bias that each expert needs to be chosen by each token, unless recomputing.
+    """Count the bias with which each token would choose each expert, unless recomputing.
 
-    That is `alpha_t - s_te`, with the (top_k + 1)-th largest biased score of the token as alpha.
+    This bias is `alpha_t - s_te`, with the (top_k + 1)-th largest biased score of the token as
+    alpha.
 
     Args:
         histogram_EB: `[E, NUM_BINS]` int32, in place.
-        logits_TE: of a router with sigmoid scores.
-        bias_E: the selection bias that the pass was routed with.
+        logits_TE: logits of a router with sigmoid scores.
+        bias_E: the selection bias with which the pass was routed.
         token_mask: `[T]` bool, True = real token; None for all.
         top_k: less than E.
     """
@@ -46,8 +47,8 @@ def add_required_bias(
     num_experts = logits_TE.shape[1]
     if token_mask is not None:
         logits_TE = logits_TE.masked_fill(~token_mask[:, None], 0.0)
-    # NOTE: Scores of our operators: those of torch.sigmoid depend in the last place on where a
-    # token lies in the tensor, and one process would count otherwise than several.
+    # NOTE: `ops` computes the scores. The last bit of torch.sigmoid depends on the position of a
+    # token in the tensor, so one process would count differently from several.
     first = ops.topk_gate(
         logits_TE, top_k + 1, score_fn="sigmoid", renormalize=False, selection_bias=bias_E
     )
@@ -73,13 +74,13 @@ def _(
 
 
 def balanced_bias(histogram_EB: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
-    """The `top_k / E` quantile of the bias that each expert needs, their mean subtracted.
+    """Return the `top_k / E` quantile of each expert's needed bias, minus the mean of them.
 
-    Within a bin it is interpolated. Without a token the bias stays.
+    Values within a bin are interpolated. Without any token the bias is unchanged.
 
     Args:
-        histogram_EB: counts over the step and the group, of one bias.
-        bias_E: that bias.
+        histogram_EB: counts of `add_required_bias` over the step and the group.
+        bias_E: the selection bias during the step.
         top_k: experts per token.
     """
     cumulative_EB = histogram_EB.cumsum(1, dtype=torch.int64)

@@ -14,22 +14,23 @@ from moe_ext._checks import check_rule
 def rebalance_experts(
     weight: Tensor, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Experts to replicate, and places of the replicas, for even loads of the GPUs.
+    """Choose the experts to replicate, and the places of replicas, for even loads of the GPUs.
 
-    Groups of experts are packed to nodes, the experts with the largest load a replica are
-    replicated within their node, and the replicas are packed to its GPUs: the largest first, each
-    to the least loaded with room. Groups that the nodes do not divide are ignored.
+    Groups of experts are packed to nodes. Experts with the largest load per replica are replicated
+    within their node. The replicas are packed to the GPUs of the node. Packing takes the largest
+    first, and puts each into the least loaded pack with room. If the number of nodes does not
+    divide the number of groups, groups are ignored.
 
     Args:
         weight: `[L, E]` loads of the experts, such as sums of `num_tokens_per_expert`.
         num_replicas: R, a multiple of `num_gpus`.
-        num_groups: groups of experts that are to stay on one node.
-        num_nodes: nodes.
-        num_gpus: GPUs, a multiple of `num_nodes`.
+        num_groups: number of groups of experts; a group stays on one node.
+        num_nodes: number of nodes.
+        num_gpus: number of GPUs, a multiple of `num_nodes`.
 
     Returns:
         `phy2log [L, R]` int64, the expert of each replica, in the order of GPUs; `log2phy [L, E,
-        X]`, the replicas of each expert, -1 behind the last; `logcnt [L, E]`, their number.
+        X]`, the replicas of each expert, then -1; `logcnt [L, E]`, the number of its replicas.
 
     Raises:
         ValueError: the numbers do not divide each other, or there are fewer replicas than experts.
@@ -55,7 +56,7 @@ def rebalance_experts(
         check_rule("rebalance_experts", name, value, f"a multiple of {divisor}", fits)
     fits, rule = num_replicas >= num_experts, f"at least {num_experts}"
     check_rule("rebalance_experts", "num_replicas", num_replicas, rule, fits)
-    # Whatever torch's default device: all of it is on the host.
+    # All tensors are made on the host, whatever torch's default device is.
     with torch.device("cpu"):
         return _placed(load_LE, num_replicas, num_groups, num_nodes, num_gpus)
 
@@ -67,7 +68,7 @@ def _placed(
     group_size = num_experts // num_groups
     order_LG = _pack(load_LE.unflatten(1, (num_groups, group_size)).sum(-1), num_nodes)
     within = torch.arange(group_size)
-    # Experts in the order of nodes, and those of a node as rows.
+    # `order_LE` lists experts by node, and `experts_ME` has a row for each node of each layer.
     order_LE = (order_LG[:, :, None] * group_size + within).flatten(1)
     experts_ME = order_LE.view(num_layers * num_nodes, -1)
     load_ME = load_LE.gather(1, order_LE).view_as(experts_ME)
@@ -85,14 +86,14 @@ def _placed(
 
 
 def _pack(load_XN: Tensor, num_packs: int) -> Tensor:
-    """Items in the order of packs of equal size: the largest first, to the lightest with room."""
+    """Pack items, largest first, each into the lightest pack with room; list them by pack."""
     size = load_XN.shape[1] // num_packs
     if size == 1:
         return torch.arange(num_packs).expand(load_XN.shape)
     order = torch.empty(load_XN.shape, dtype=torch.int64)
     for row, items in enumerate(load_XN.sort(-1, descending=True).indices.tolist()):
         packs: list[list[int]] = [[] for _ in range(num_packs)]
-        # Sums of float32 numbers, as those that the loads are.
+        # Sums are float32, like the loads. Sums of Python numbers could lead to other packs.
         sums = [load_XN.new_zeros(()) for _ in range(num_packs)]
         for item in items:
             free = [p for p in range(num_packs) if len(packs[p]) < size]
@@ -104,7 +105,7 @@ def _pack(load_XN: Tensor, num_packs: int) -> Tensor:
 
 
 def _replicate(load_XN: Tensor, num_replicas: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Item of each replica, which of its replicas it is, and how many each item has."""
+    """Return the item of each replica, its index among those of the item, and their numbers."""
     num_rows, num_items = load_XN.shape
     count = torch.ones((num_rows, num_items), dtype=torch.int64)
     items = [torch.arange(num_items).expand(num_rows, -1)]

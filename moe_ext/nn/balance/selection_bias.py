@@ -1,4 +1,4 @@
-"""Load balancing without a loss: the bias of the selection follows the load.
+"""Load balancing without a loss, by a selection bias that follows the load.
 
 Shapes: E experts.
 """
@@ -21,7 +21,7 @@ from moe_ext.comm.groups import group_size
 from moe_ext.nn.balance.quantile import balanced_bias
 from moe_ext.nn.moe_layer import MoELayer
 
-# Comparisons of the options of updates over a group.
+# Comparison of the options of an update over the ranks, by group.
 _compared: weakref.WeakKeyDictionary[ProcessGroup, SummedOptions] = weakref.WeakKeyDictionary()
 
 
@@ -32,44 +32,44 @@ def update_selection_bias(
     group: ProcessGroup | None = None,
     center: bool = False,
 ) -> int:
-    r"""Raise the selection bias of experts below the mean load, lower that of those above it.
+    r"""Raise the selection bias of experts below the mean load, and lower it for those above.
 
     .. math:: b_e \leftarrow b_e + \mathrm{rate} \cdot \mathrm{sign}(\bar c - c_e)
 
     with the choices :math:`c_e` of expert e since the last update, over all ranks of the group.
-    A router with `bias_update="quantile"` has no rate: with the (K+1)-th largest biased score
-    :math:`\alpha_t` of each of those tokens,
+    A router with `bias_update="quantile"` does not use the rate. Its bias is
 
     .. math:: b_e \leftarrow q_e - \bar q, \quad
         q_e = \mathrm{quantile}_{K/E}\{\alpha_t - s_{te}\}_t
 
-    is where each expert would have had its share of them, cutoffs as they were. The quantile comes
-    from a histogram of 1000 bins over all values that are possible, interpolated within a bin.
+    with the (K+1)-th largest biased score :math:`\alpha_t` of each token. With this bias each
+    expert would have had its share of the tokens, if the :math:`\alpha_t` had not changed. The
+    quantile comes from a histogram of 1000 bins over all possible values, interpolated within a
+    bin.
 
-    Call it once a step, after the optimizer; or see `register_bias_update`. Layers count the
-    choices of their training passes by themselves: each token once, however the step is cut into
-    micro-batches and whether passes are recomputed or not. The bias is in the state dict, the
-    counts are not.
+    Call it once per step, after the optimizer, or use `register_bias_update`. Layers count the
+    choices of their training passes. Each token counts once, for any number of micro-batches, and
+    with activation checkpointing too. The bias is in the state dict; the counts are not.
 
     Args:
-        model: a module with a `MoELayer` whose router has a `selection_bias`; a stage of a pipeline
-            updates its own.
-        rate: at least 0, of the size of the scores: 0.001 in the papers. Of routers with
-            `bias_update="sign"`.
-        group: the ranks whose tokens count, every one that sees data of its own; None for this rank
-            alone, where it holds all experts. All of its ranks call, and get the same bias.
-        center: subtract the mean from each bias afterwards; it changes no choice. A quantile is
+        model: a module with a `MoELayer` whose router has a `selection_bias`. Each stage of a
+            pipeline updates its own layers.
+        rate: step of the bias, at least 0, in units of the scores; 0.001 in the papers. Only for
+            routers with `bias_update="sign"`.
+        group: the ranks whose tokens count: every rank that has data of its own. All of them call
+            this, and get the same bias. None is for a rank that holds all experts.
+        center: subtract the mean from each bias afterwards, which changes no choice. A quantile is
             always centered.
 
     Returns:
         Number of routers updated.
 
     Raises:
-        ValueError: the rate is out of its range, no router has a selection bias, or group is None
-            where ranks hold experts between them.
+        ValueError: the rate is out of its range; no router has a selection bias; or group is None,
+            and experts are divided over ranks.
         RankFailureError: a rank died or did not answer.
 
-    One all-reduce for all layers of each kind; no host synchronisation.
+    Makes one all-reduce for all layers of each `bias_update`, and no host synchronisation.
 
     Reference: Wang et al. 2024 (arXiv 2408.15664), algorithm 1; DeepSeek-V3 (arXiv 2412.19437),
     section 2.1.2. Quantile balancing: Su 2026 (kexue.fm/archives/11619); Kimi K3 technical report,
@@ -92,14 +92,14 @@ def register_bias_update(
     A step that a `GradScaler` skips updates nothing; its tokens count in the next update.
 
     Args:
-        optimizer: the one whose steps count.
-        model: as in `update_selection_bias`, and so are the others.
-        rate: see there.
-        group: see there.
-        center: see there.
+        optimizer: optimizer whose steps are followed by updates.
+        model: see `update_selection_bias`.
+        rate: see `update_selection_bias`.
+        group: see `update_selection_bias`.
+        center: see `update_selection_bias`.
 
     Returns:
-        Handle whose `remove()` ends it.
+        Handle whose `remove()` ends the updates.
 
     Raises:
         ValueError: as `update_selection_bias`.
@@ -107,7 +107,8 @@ def register_bias_update(
     layers = _check(model, rate, group, "register_bias_update")
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # A fused optimizer is called even where the scaler found an overflow, and does nothing.
+        # `GradScaler` calls the step of a fused optimizer even after an overflow, and sets
+        # `found_inf`, so that the optimizer changes nothing.
         _update(layers, rate, group, center, getattr(optimizer, "found_inf", None))
 
     return optimizer.register_step_post_hook(after_step)
@@ -162,7 +163,7 @@ def _update(
         options.now = {"rate": rate, "center": center}
     for layer, total_E in _summed(by_sign, "choices", group, options):
         bias = _bias(layer)
-        # Whole numbers: an expert with exactly the mean load is left alone.
+        # The difference is scaled by E to stay an integer. It is 0 for exactly the mean load.
         step_E = torch.sign(total_E.sum() - total_E * total_E.shape[0]).to(bias.dtype) * rate
         if center:
             step_E = step_E - (bias + step_E).mean()
@@ -173,7 +174,7 @@ def _update(
 
 
 def _one_for_each_bias(layers: list[MoELayer]) -> list[MoELayer]:
-    """A layer for each bias, with the counts of all layers whose router has it."""
+    """Return one layer per bias; add the counts of further layers with the same bias to it."""
     found: dict[int, MoELayer] = {}
     for layer in layers:
         first = found.setdefault(id(_bias(layer)), layer)
@@ -191,7 +192,7 @@ def _summed(
     group: ProcessGroup | None,
     options: SummedOptions | None = None,
 ) -> Iterator[tuple[MoELayer, Tensor]]:
-    """The layers, each with a counter of its own summed over the group, which compares options."""
+    """Yield each layer with its counter summed over the group; compare `options` if given."""
     if not layers:
         return
     counts = [getattr(layer, counter) for layer in layers]
@@ -210,7 +211,7 @@ def _summed(
 
 
 def _set(layer: MoELayer, new_E: Tensor, skipped: Tensor | None) -> None:
-    """Set the bias and begin to count anew, unless the step was skipped."""
+    """Set the bias and reset the counters, unless the step was skipped."""
     bias = _bias(layer)
     for counts in (layer.choices, layer.required_bias):
         if counts is None:
