@@ -18,8 +18,8 @@ from moe_ext.comm import collectives
 from moe_ext.comm.groups import check_group, group_size
 
 Metric = Tensor | Callable[[], Tensor]
-# Record of a forward pass: tensors, in the graph, and numbers. A plain dictionary, which a
-# compiled graph can fill.
+# Record of a forward pass: numbers, and tensors that keep their graph. The record is a plain
+# dictionary, because a compiled graph can fill one.
 Record = dict[str, Any]
 _COUNTS = ("num_tokens_per_expert", "num_dropped")
 
@@ -29,11 +29,11 @@ def _load(metrics: Mapping[str, Tensor]) -> Tensor:
     return counts_E / counts_E.sum().clamp(min=1)
 
 
-# Metrics that follow from others, by name.
+# Functions of derived metrics, by name. They compute a metric from the other metrics.
 _DERIVED: dict[str, Callable[[Mapping[str, Tensor]], Tensor]] = {
     "load": _load,
     "load_entropy": lambda metrics: -torch.special.xlogy(metrics["load"], metrics["load"]).sum(),
-    # The mean load is 1 / E, or 0 without a token: then there is no spread either.
+    # The mean load is 1 / E, so multiplying by E divides by the mean. Without tokens this is 0.
     "load_cv": lambda metrics: metrics["load"].std(correction=0) * metrics["load"].shape[0],
     "max_over_mean": lambda metrics: metrics["load"].max() * metrics["load"].shape[0],
     "dropped_fraction": lambda metrics: (
@@ -43,18 +43,18 @@ _DERIVED: dict[str, Callable[[Mapping[str, Tensor]], Tensor]] = {
 
 
 class LayerMetrics(Mapping[str, Tensor]):
-    """Mapping of names to detached tensors; what no loss needed is computed when it is read.
+    """Mapping of names to detached tensors. A metric that no loss needed is computed when read.
 
-    With c the choices of each expert (`num_tokens_per_expert`) it also has
+    With c the choices of each expert (`num_tokens_per_expert`), the derived metrics are
 
     - `load` `[E]`: `c / sum(c)`, 1/E each when balanced;
     - `load_entropy`: `-sum(load log load)` in nats, log E when balanced, 0 with one expert;
     - `load_cv`: standard deviation over mean of c, 0 when balanced;
-    - `max_over_mean`: `max(c) / mean(c)`, 1 when balanced; what a step waits for;
+    - `max_over_mean`: `max(c) / mean(c)`, 1 when balanced; a step waits for the fullest expert;
     - `dropped_fraction`: `num_dropped / sum(c)`.
 
-    All are 0 where no token came. They are float32 on the layer's device: no read of an entry waits
-    for the device, only what looks at its value does.
+    All of these are 0 without tokens. They are float32 on the layer's device. Looking up an entry
+    does not wait for the device; reading the value of its tensor does.
 
     Args:
         entries: name to tensor, or to a function that computes it. A function runs once.
@@ -89,12 +89,12 @@ class LayerMetrics(Mapping[str, Tensor]):
         return tuple(_DERIVED) if known else ()
 
     def measured(self) -> dict[str, Tensor]:
-        """The entries that do not follow from others."""
+        """Return the entries that are not derived from others."""
         return {name: self[name] for name in tuple(self._entries) if name not in _DERIVED}
 
 
 def read_losses(record: Record) -> dict[str, Tensor]:
-    """Coefficient times loss of every term."""
+    """Return every loss term, multiplied by its coefficient."""
     unread = {name: coef for name, coef in record.get("unread", {}).items() if coef}
     losses = {name: coef * _LOSSES[name](record) for name, coef in unread.items()}
     losses |= {name: coef * term for name, (coef, term) in record.get("terms", {}).items()}
@@ -114,7 +114,7 @@ _LOSSES = {"balance": _balance_loss, "z": _z_loss}
 
 
 def read_metrics(record: Record) -> LayerMetrics:
-    """The metrics of a record; the losses that the pass did not need are left to the reader."""
+    """Return the metrics of a record. Losses that the pass did not need are computed when read."""
     if not record:
         return LayerMetrics({})
     terms = record["terms"]
@@ -135,20 +135,21 @@ def read_metrics(record: Record) -> LayerMetrics:
 
 
 def reduce_metrics(metrics: Mapping[str, Tensor], group: ProcessGroup | None) -> LayerMetrics:
-    """Metrics over the ranks of a group: one all-reduce.
+    """Combine metrics over the ranks of a group, by one all-reduce.
 
-    Counts are added, everything else is averaged over ranks, as the objective averages the local
-    losses; load, entropy and their like then are those of the group's tokens.
+    Counts are summed. Everything else is averaged over ranks, as the objective averages the local
+    losses. Derived metrics, such as the load, are then those of all tokens of the group.
 
     Args:
         metrics: `layer.metrics`.
-        group: every rank of it calls this for the same layer; None for this rank alone.
+        group: process group, all ranks of which call this for the same layer; None for this rank
+            alone.
 
     Returns:
         Metrics of the group, equal on every rank.
 
     Raises:
-        TypeError: group is no process group.
+        TypeError: group is not a process group.
         RankFailureError: a rank died or did not answer.
     """
     check_group(group, "reduce_metrics")
@@ -156,7 +157,7 @@ def reduce_metrics(metrics: Mapping[str, Tensor], group: ProcessGroup | None) ->
     entries: dict[str, Metric] = dict(whole)
     if group is None or group_size(group) == 1 or not whole:
         return LayerMetrics(entries)
-    # float64 holds counts exactly, so that one message does.
+    # float64 holds counts exactly, so one message is enough for counts and losses.
     packed = torch.cat([value.reshape(-1).double() for value in whole.values()])
     collectives.all_reduce_(packed, group, operation="reduce_metrics")
     parts = packed.split([value.numel() for value in whole.values()])

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def _take_capacity(layer: MoELayer, value: Capacity | float | None) -> Capacity | None:
-    """The capacity that is meant, where the layer's router goes with it."""
+    """Return the `Capacity` for a value, if it can be combined with the layer's router."""
     capacity = of_number("capacity", value, Capacity)
     router = layer._modules.get("router")
     if router is not None:
@@ -46,7 +46,7 @@ def _take_capacity(layer: MoELayer, value: Capacity | float | None) -> Capacity 
 def add_draws(
     capacity: Capacity | None, router: nn.Module, device: torch.device | str | None
 ) -> None:
-    """Give the router the random state that a capacity draws from."""
+    """Add the random state to a router from which a capacity draws, if it does."""
     if capacity is not None and capacity.drop == "random":
         assert isinstance(router, Router)
         if router.rng_state is None:
@@ -54,7 +54,7 @@ def add_draws(
 
 
 def keep_for_router(layer: MoELayer, router: nn.Module, device: torch.device | str | None) -> None:
-    """Begin to keep what a router's own way of balancing, and a capacity that draws, want."""
+    """Create the histograms for quantile balancing, and the random state, if they are needed."""
     layer.required_bias = None
     if getattr(router, "bias_update", None) == "quantile":
         bins = (layer.num_experts, NUM_BINS)
@@ -63,15 +63,15 @@ def keep_for_router(layer: MoELayer, router: nn.Module, device: torch.device | s
 
 
 def _take_part(layer: MoELayer, part: nn.Module | None) -> nn.Module | None:
-    """A part in the place of another, whose options the ranks compare with the next pass."""
+    """Return a module that replaces another, and have the next pass compare its options."""
     if layer.__dict__.get("_watched") is not None:
-        # A module is no value that they have compared.
+        # `_compared` never equals a module, so the next pass compares all options.
         layer._watched = operator.attrgetter("router")
     return part
 
 
 def _take_router(layer: MoELayer, router: nn.Module) -> nn.Module | None:
-    """A router in the place of that which the layer was made with."""
+    """Check a router that replaces that of the layer."""
     if "router" in layer._modules:
         check_kind("MoELayer", "router", router, nn.Module, required=True)
         sizes = {"num_experts": layer.num_experts, "model_dim": layer.model_dim}
@@ -82,7 +82,7 @@ def _take_router(layer: MoELayer, router: nn.Module) -> nn.Module | None:
 
 
 def _take_balance(layer: MoELayer, value: Balance | str | float | None) -> Balance:
-    """The losses that are meant; those of another scope or group count anew."""
+    """Return the `Balance` for a value; another scope or group gets new counts."""
     balance, held = Balance.of("MoELayer", value), layer.__dict__.get("balance")
     if held is not None and (balance.scope, balance.group) != (held.scope, held.group):
         device = layer.choices.device
@@ -91,7 +91,7 @@ def _take_balance(layer: MoELayer, value: Balance | str | float | None) -> Balan
 
 
 def _take_dispatcher(layer: MoELayer, value: object) -> object:
-    """A dispatcher; a name would have to be given on every rank at once."""
+    """Return a dispatcher. A name is refused: every rank would have to set it at the same time."""
     if not hasattr(value, "plan"):
         raise TypeError(
             f"MoELayer: expected dispatcher to be a TokenDispatcher once the layer is made, got "
@@ -101,7 +101,7 @@ def _take_dispatcher(layer: MoELayer, value: object) -> object:
 
 
 def _fixed(name: str) -> Callable[[MoELayer, object], object]:
-    """A size that the layer's parts were made for."""
+    """Return a function that refuses to change a size for which the layer's parts were made."""
 
     def take(layer: MoELayer, value: object) -> object:
         held = layer.__dict__.get(name, value)
@@ -114,7 +114,7 @@ def _fixed(name: str) -> Callable[[MoELayer, object], object]:
     return take
 
 
-# Attributes by name, and functions that give their values from those that a user sets.
+# Functions that check and convert values that a user assigns to attributes, by attribute.
 TAKES: dict[str, Callable[[MoELayer, Any], Any]] = {
     "balance": _take_balance,
     "router": _take_router,
@@ -128,7 +128,7 @@ TAKES: dict[str, Callable[[MoELayer, Any], Any]] = {
 
 
 def check_transforms(layer: MoELayer) -> None:
-    """RuntimeError for what `torch.func` cannot make of this layer."""
+    """Raise RuntimeError if the current transforms of `torch.func` do not work with this layer."""
     found = transforms()
     if found.count("grad") > 1:
         raise RuntimeError(
@@ -145,7 +145,7 @@ def check_transforms(layer: MoELayer) -> None:
 
 
 def check_inputs(layer: MoELayer, x: Tensor, per_token: dict[str, Tensor | None]) -> None:
-    """Refuse tokens and what is told of each; see `forward`."""
+    """Check the tokens, and tensors with a value for each token; see `forward`."""
     if not x.is_floating_point():
         raise TypeError(f"MoELayer: expected x to be floating point, got {x.dtype}")
     if x.dim() < 1 or x.shape[-1] != layer.model_dim:
@@ -155,7 +155,7 @@ def check_inputs(layer: MoELayer, x: Tensor, per_token: dict[str, Tensor | None]
     experts = layer.experts
     if isinstance(experts, GroupedExperts):
         weight = experts.down_proj
-        # FSDP2 gathers those that it wrapped by themselves, and casts them, when they run.
+        # If FSDP2 wraps the experts separately, it gathers and casts their weights when they run.
         wrong = x.dtype != weight.dtype and not is_fsdp(experts)
         if wrong and autocast_dtype(x.device) is None:
             raise TypeError(
@@ -179,24 +179,24 @@ def check_inputs(layer: MoELayer, x: Tensor, per_token: dict[str, Tensor | None]
 
 
 def looks_at_router(layer: MoELayer) -> bool:
-    """True if ranks compare the bits of the router's parameters with this pass.
+    """Return True if ranks compare the bits of the router's parameters in this pass.
 
-    With passes 1, 2, 4, 8, ...: a step before which gradients were not averaged is found soon,
-    and looking costs nothing in a long run. With a static budget, which a CUDA graph may hold
-    from the third pass on, with 1 and 2 alone.
+    The layer asks in passes 1, 2, 4, 8, .... Gradients that were not averaged are so found early,
+    and a long run pays nothing. With a static row budget a CUDA graph may capture pass 3 or a later
+    one, so only passes 1 and 2 compare.
     """
     router = layer.router
-    # A caller's own may have a reason to differ between ranks.
+    # A router of the user's may differ between ranks on purpose.
     if not isinstance(router, Router) or is_transformed():
         return False
     if layer._num_passes >= 2 and layer._cut().is_static:
         return False
-    # Shards differ between ranks; what holds them keeps them in step.
+    # Shards differ between ranks. The wrapper that sharded them keeps them consistent.
     return not any(is_dtensor(p) or may_differ(p) for p in router.parameters())
 
 
 def check_way_of_exchange(layer: MoELayer, x: Tensor) -> None:
-    """ValueError on every rank if one has set what other messages than before follow from."""
+    """Raise ValueError on every rank if a rank changed an option that determines messages."""
     first, now = layer._first_cut, layer._cut()
     assert first is not None
     for name, old, new in (
@@ -212,7 +212,7 @@ def check_way_of_exchange(layer: MoELayer, x: Tensor) -> None:
 
 
 def made_with(layer: MoELayer) -> dict[str, object]:
-    """Options that must be equal on every rank and do not change, by name."""
+    """Return options by name that must be equal on every rank and never change."""
     dispatcher, rebalancer = layer.dispatcher, layer._rebalancer
     found = told_option("rebalance", None if rebalancer is None else rebalancer.options)
     found["dispatcher"] = type(dispatcher).__name__
@@ -230,7 +230,7 @@ def made_with(layer: MoELayer) -> dict[str, object]:
 
 
 def options_now(layer: MoELayer) -> tuple[dict[str, object], operator.attrgetter[Any]]:
-    """Options that must be equal on every rank, by name, and what reads their attributes."""
+    """Return current options by name that must be equal on every rank, and a reader of them."""
     # Paths of attributes to names for messages.
     names = {name: name for name in (*option_names(layer), "overlap")}
     for part, module in _parts(layer):
@@ -246,15 +246,15 @@ def options_now(layer: MoELayer) -> tuple[dict[str, object], operator.attrgetter
 
 
 def _parts(layer: MoELayer) -> list[tuple[str, nn.Module]]:
-    """Modules of this package that the layer consists of, by name."""
+    """Return the parts of the layer that are modules of this package, by name."""
     names = ("router", "experts", "shared_expert")
     found = [(name, getattr(layer, name)) for name in names]
-    # A caller's own may have a reason to differ between ranks.
+    # Modules of the user's may differ between ranks on purpose.
     return [(n, m) for n, m in found if isinstance(m, (Router, GroupedExperts, FeedForward))]
 
 
 def router_of(name: str, model_dim: int, num_experts: int, top_k: int, **made: Any) -> TopKRouter:
-    """The router that a name stands for: that of a score function."""
+    """Make the router for the name of a score function."""
     if name not in SCORE_FNS:
         raise ValueError(
             f"MoELayer: expected router to be one of {SCORE_FNS}, or a module such as "
@@ -265,7 +265,7 @@ def router_of(name: str, model_dim: int, num_experts: int, top_k: int, **made: A
 
 
 def check_modules(router: object, experts: object) -> None:
-    """TypeError for what is no module, or cannot be called as one."""
+    """Raise TypeError for a class, a list, or anything else that is not a callable module."""
     if isinstance(router, type):
         raise TypeError(
             f"MoELayer: expected router to be a name or a module, got the class {router.__name__}; "
@@ -281,7 +281,7 @@ def check_modules(router: object, experts: object) -> None:
 
 
 def check_sizes_of(name: str, part: object, **sizes: int | None) -> None:
-    """Refuse a part of the layer that was made for other sizes."""
+    """Raise ValueError for a part of the layer that was made for other sizes."""
     for size_name, size in sizes.items():
         held = getattr(part, size_name, None)
         if held is not None and size is not None and held != size:

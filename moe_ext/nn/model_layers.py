@@ -1,4 +1,4 @@
-"""The `MoELayer`s of a model: finding them, and calls for all of them."""
+"""Functions that find the `MoELayer`s of a model, or act on all of them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from moe_ext.nn.balance.moved import Rebalancer
 from moe_ext.nn.layer_metrics import reduce_metrics
 from moe_ext.nn.moe_layer import MoELayer
 
-# Parts that wrappers put into the names of modules.
+# Parts of module names that wrappers insert.
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
-    """The `MoELayer`s of a model by name, the names of wrappers left out."""
+    """Return the `MoELayer`s of a model by name, without the parts that wrappers insert."""
     found = {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
     short = [".".join(p for p in name.split(".") if p not in _WRAPPERS) for name in found]
     names = short if len(set(short)) == len(short) else list(found)
@@ -27,10 +27,11 @@ def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
 def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
     """Set `loss_scale` of every `MoELayer` in a model.
 
-    The injected losses do not see what the caller does to the loss or to gradients, and every
-    forward pass injects its own. For their mean over the n passes of a step the factor is 1/n,
-    whether the caller divides losses by n or by tokens; times the scale of a `GradScaler`; and N/n
-    where losses are sums, and gradients are divided by the N tokens of the step at its end.
+    Every forward pass injects its own losses, whatever the caller does to its loss or to gradients.
+    For the mean of the injected losses over the n passes of a step, the factor is 1/n, whether the
+    caller divides its losses by n or by tokens. With a `GradScaler`, multiply the factor by its
+    scale. If losses are sums, and gradients are divided by the N tokens of the step at its end, the
+    factor is N/n.
 
     Args:
         model: any module.
@@ -42,31 +43,31 @@ def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
 
 
 def update_placement(model: nn.Module) -> None:
-    """Count a step of every layer with rebalance="periodic", and make a new plan in its turn.
+    """Count a step of every layer with rebalance="periodic", and make a new plan when it is due.
 
-    Call it on all ranks after the optimizer's step, and not between a forward pass and its backward
-    pass. A new plan is for the loads of the training passes since the last one; it replaces the
-    plan in use where it makes the heaviest rank lighter by `Rebalance.hysteresis`. Weights stay
-    where they are: those of moved experts are sent in each pass, so that optimizer state never
-    moves. Plans are not part of checkpoints: a run begins without one.
+    Call it on all ranks after the optimizer's step, never between a forward pass and its backward
+    pass. A new plan is made for the loads of training passes since the last plan. It replaces the
+    plan in use if it makes the heaviest rank lighter by `Rebalance.hysteresis`. Parameters and
+    optimizer state never move, because weights of moved experts are sent in each pass. Plans are
+    not part of checkpoints: a run begins without a plan.
 
     Args:
         model: any module.
     """
     for module in model.modules():
-        # A `MoELayer` has one, or the experts of a transformers model.
+        # A `MoELayer` may have a rebalancer, and so may the experts of a transformers model.
         rebalancer = vars(module).get("_rebalancer")
         if isinstance(rebalancer, Rebalancer):
             rebalancer.update()
 
 
 def collect_losses(model: nn.Module) -> Tensor:
-    """Sum the losses of every `MoELayer` of a model, as of their last forward passes.
+    """Sum the losses of every `MoELayer` of a model in its last forward pass.
 
-    Term for the caller's loss where layers have `Balance(mode="return")`: it is in the graph
-    then, and scaled by nothing but the coefficients. The terms of layers that inject theirs are in
-    the sum too, detached. Call it before the backward pass. Under activation checkpointing the
-    layers need `use_reentrant=False`: the reentrant one has no graph until the backward pass.
+    If layers have `Balance(mode="return")`, the caller adds this sum to its loss. It then has a
+    graph, and the coefficients are its only factors. Losses of layers that inject them are in the
+    sum too, detached. Call it before the backward pass. Activation checkpointing needs
+    `use_reentrant=False`, since the reentrant variant has no graph before the backward pass.
 
     Args:
         model: any module.
@@ -84,7 +85,7 @@ def collect_losses(model: nn.Module) -> Tensor:
 
 
 class ScalarWriter(Protocol):
-    """Writer that `log_metrics` takes: the method of TensorBoard's `SummaryWriter`."""
+    """Writer for `log_metrics`, with one method of TensorBoard's `SummaryWriter`."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
         """Write one number."""
@@ -99,18 +100,19 @@ def log_metrics(
     prefix: str = "moe",
     group: ProcessGroup | None = None,
 ) -> None:
-    """Write the metrics of every `MoELayer` of a model to TensorBoard, or what looks like it.
+    """Write the metrics of every `MoELayer` of a model to TensorBoard, or to a similar writer.
 
-    Tags are `<prefix>/<metric>/<layer>`; `load` and the counts, one number an expert, are left out:
-    `moe_ext.plot.expert_load` draws them. All numbers of all layers are fetched at once.
+    Tags are `<prefix>/<metric>/<layer>`. Metrics with a number for each expert, such as `load`, are
+    left out; `moe_ext.plot.expert_load` draws them. The numbers of all layers are copied to the
+    host at once.
 
     Args:
         writer: `torch.utils.tensorboard.SummaryWriter` (see `moe_ext.plot.summary_writer`), or
             anything with its `add_scalar`.
-        model: after a forward pass; layers that have not run are left out.
+        model: a model after a forward pass. Layers that have not run are left out.
         step: number of the step.
-        prefix: of the tags.
-        group: reduce over its ranks first (see `reduce_metrics`); then every rank calls this.
+        prefix: prefix of the tags.
+        group: combine metrics over these ranks first, see `reduce_metrics`. All of them call this.
 
     Raises:
         ValueError: the model has no `MoELayer`.

@@ -20,11 +20,11 @@ from moe_ext.nn.experts import local_experts
 
 
 class ModuleExperts(nn.ModuleList):
-    """Any modules `[n, D] -> [n, D]` as the experts of a `MoELayer`, one after the other.
+    """Any modules `[n, D] -> [n, D]` as the experts of a `MoELayer`, run one after the other.
 
-    Every expert runs in every forward pass, on zero rows where nothing was routed to it: so its
-    parameters always have gradients, and an expert with collectives of its own meets its
-    counterparts on the other ranks. `GroupedExperts` is the fast way for feed-forward networks.
+    Every expert runs in every forward pass, on an empty tensor if no row is routed to it. Its
+    parameters therefore always have gradients, and collectives inside experts run on all ranks.
+    `GroupedExperts` is faster for feed-forward networks.
 
     Parameters have the names of a `ModuleList`: `0.weight`, `1.weight`, ... of the local experts.
 
@@ -34,10 +34,11 @@ class ModuleExperts(nn.ModuleList):
             E = L * P.
 
     Raises:
-        ValueError: no experts.
-        TypeError: an expert is no module.
+        ValueError: there are no experts.
+        TypeError: an expert is not a module.
 
-    The split sizes are read on the host once per forward pass, a synchronisation on CUDA.
+    The host reads the number of each expert's rows once per forward pass, which synchronises with
+    a CUDA device.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class ModuleExperts(nn.ModuleList):
 
         Args:
             make: called for the experts of this rank only.
-            num_experts: E, over all ranks.
+            num_experts: E, number of experts over all ranks.
             ep_group: expert-parallel process group.
 
         Raises:
@@ -88,12 +89,12 @@ class ModuleExperts(nn.ModuleList):
 
     @property
     def ep_group(self) -> ProcessGroup | None:
-        """The expert-parallel group, None when every expert is local."""
+        """The expert-parallel group, or None if every expert is local."""
         return self._ep_group.group
 
     @property
     def num_local_experts(self) -> int:
-        """L."""
+        """L, the number of experts of this rank."""
         return len(self)
 
     @property
@@ -127,10 +128,11 @@ class ModuleExperts(nn.ModuleList):
                 f"ModuleExperts: expected expert_offsets to be of shape ({len(self) + 1},), got "
                 f"{tuple(expert_offsets.shape)}"
             )
-        # NOTE: device-to-host sync: a module takes its own rows alone, so their number is needed.
+        # NOTE: device-to-host sync, since each module is called with a slice of known size.
         bounds = expert_offsets.tolist()
         edges = [0, *bounds, rows_ND.shape[0]]
-        # One split: the gradient of a slice would be as large as all rows, once an expert.
+        # One `split` makes all slices. With a slice for each expert, autograd would make a gradient
+        # of the size of all rows for each expert.
         pieces = rows_ND.split([last - first for first, last in itertools.pairwise(edges)])
         outputs = []
         for index, expert in enumerate(self):
@@ -155,7 +157,7 @@ class ModuleExperts(nn.ModuleList):
 def _take_own(
     experts: ModuleExperts, state_dict: dict[str, Any], prefix: str, *_arguments: object
 ) -> None:
-    """Hook of `load_state_dict`: of a state with all experts, those of this rank by its names."""
+    """Hook of `load_state_dict` that takes the experts of this rank from a state with all."""
     keys = [key for key in state_dict if key.startswith(prefix)]
     split = {key: key.removeprefix(prefix).partition(".") for key in keys}
     numbers = {key: int(number) for key, (number, _, _) in split.items() if number.isdigit()}

@@ -1,4 +1,4 @@
-"""Options of a layer that belong together, and the names under which they stood alone."""
+"""Groups of options of a layer, and the deprecated arguments that they replace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 def of_number(name: str, value: _T | float | None, kind: Callable[[Any], _T]) -> _T | None:
-    """The object that an argument of a layer means; a number is that of its first field."""
+    """Return the object for an argument of a layer. A number is the first field of the object."""
     if isinstance(value, Real) and not isinstance(value, bool):
         value = kind(value)
     check_kind("MoELayer", name, value, Real, kind)  # type: ignore[arg-type]
@@ -29,11 +29,11 @@ def of_number(name: str, value: _T | float | None, kind: Callable[[Any], _T]) ->
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """An expert that sees every token, masked ones too.
+    """Expert that processes every token, including masked ones.
 
     Attributes:
-        ffn_dim: F of it; activation and biases are those of the layer.
-        gate: weigh it by `sigmoid(x @ w)`, as Qwen2-MoE does.
+        ffn_dim: F, hidden size of the shared expert. The layer gives activation and biases.
+        gate: multiply the output of the shared expert by `sigmoid(x @ w)`, as Qwen2-MoE does.
 
     Raises:
         ValueError: F is not positive.
@@ -44,45 +44,46 @@ class SharedExpert:
     gate: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what is not allowed."""
+        """Check the values."""
         check_sizes("SharedExpert", ffn_dim=self.ffn_dim)
         check_numbers("SharedExpert", SharedExpert.__annotations__, vars(self))
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Options of the way of rows between the ranks of a layer's `ep_group`.
+    """Options for how rows travel between the ranks of a layer's `ep_group`.
 
     Attributes:
         dispatcher: "auto", "local", "alltoall", "dedup", "hierarchical", "allgather", or a
-            `TokenDispatcher`; each name is "local" on one rank, and "auto" on several the one that
-            takes least time in a rehearsal at the first forward pass, see `explain_dispatch`.
-            "nccl_ep", "deep_ep" and "symm_mem" (with a `row_budget`) are libraries of NVIDIA's
-            GPUs, which no GPU has tried yet.
-        combine: what comes back from the ranks of the experts: "exact", the result of every slot,
-            for the same bits on any number of ranks; or "reduced", one sum a token and rank, which
-            is less to send (see `DedupDispatcher`).
-        wire: "int8", "fp8" or "mx" rounds rows on their way to the experts to a byte an element and
-            scales, tokens in the forward pass and gradients in the backward pass: 0.26 of the bytes
-            of float32, 0.52 of bfloat16. NaN and infinity arrive as NaN. "lossless" keeps every bit
-            of all rows, results and their gradients too, in about 0.67 of the bytes of bfloat16 and
-            0.84 of float32 (on CPU). A `Wire` sets each of the four ways by itself. On one rank
-            nothing travels, and nothing is rounded.
-        overlap: parts that the tokens of a pass are cut into: one part travels while the experts
-            work on the one before, forward and backward, with "alltoall", "dedup", "hierarchical"
-            and "auto". 1 sends all at once. For slow links and experts with much to do: each part
-            takes messages of its own, and about 1/overlap of the shorter of the two stays in sight.
-        rebalance: "exact" runs in every pass the same number of rows on each rank of `ep_group`:
-            weights of experts with many rows travel to ranks with few, at most E / P to a rank,
-            where that saves more time than it takes. Their gradients travel home. "periodic" keeps
-            a plan for many steps, see `update_placement`. A `Rebalance` says more.
+            `TokenDispatcher`. On one rank each name means "local". On several ranks "auto" takes
+            the fastest dispatcher of a rehearsal at the first forward pass, see `explain_dispatch`.
+            "nccl_ep", "deep_ep" and "symm_mem" (with a `row_budget`) use libraries for NVIDIA GPUs;
+            they have not been tried on a GPU yet.
+        combine: rows that the ranks of the experts return. "exact" returns the result of every
+            slot, for the same bits on any number of ranks. "reduced" returns one sum for each token
+            and rank, which sends less (see `DedupDispatcher`).
+        wire: "int8", "fp8" or "mx" rounds rows that go to the experts, tokens in the forward pass
+            and gradients in the backward pass, to one byte per element and scales. This is 0.26 of
+            the bytes of float32, 0.52 of bfloat16. NaN and infinity arrive as NaN. "lossless" keeps
+            every bit of all rows, including results and their gradients, in about 0.67 of the bytes
+            of bfloat16 and 0.84 of float32 (on CPU). A `Wire` sets each of the four directions. On
+            one rank nothing travels, and nothing is rounded.
+        overlap: number of parts into which the tokens of a pass are cut; 1 sends all at once. One
+            part travels while the experts work on the part before, forward and backward, with
+            "alltoall", "dedup", "hierarchical" and "auto". More parts are for slow links and
+            experts with much work: each part has its own messages, and about 1/overlap of the
+            shorter of the two times is not hidden.
+        rebalance: "exact" runs the same number of rows on each rank of `ep_group` in every pass.
+            Weights of experts with many rows travel to ranks with few rows, at most E / P to a
+            rank, if that saves more time than it takes. Their gradients travel back. "periodic"
+            keeps a plan for many steps, see `update_placement`. A `Rebalance` sets further options.
         debug: compare operation, shape, dtype and splits of the layer's collectives over the ranks
-            before they are sent, the same on all of them: one that differs is named by a
-            ValueError on every rank. It costs a message for each. None is what the environment's
-            MOE_EXT_DEBUG says.
+            before they are sent, on all ranks or on none. If one differs, every rank raises a
+            ValueError that names it. This costs one more message per collective. None follows the
+            environment variable MOE_EXT_DEBUG.
 
     Raises:
-        ValueError: a value is out of its range, or no name.
+        ValueError: a value is out of its range, or not a known name.
         TypeError: a value is of another type.
     """
 
@@ -95,7 +96,7 @@ class Dispatch:
     debug: bool | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is not allowed."""
+        """Check the values."""
         check_numbers("Dispatch", Dispatch.__annotations__, vars(self))
         if not self.is_object and self.dispatcher not in DISPATCHERS:
             raise ValueError(
@@ -109,21 +110,21 @@ class Dispatch:
 
     @property
     def moves(self) -> Rebalance | None:
-        """Options of moves of experts, None if all stay."""
+        """Options for moving experts, or None if no expert moves."""
         return Rebalance(self.rebalance) if isinstance(self.rebalance, str) else self.rebalance
 
     @property
     def is_object(self) -> bool:
-        """True if the dispatcher is no name."""
+        """True if the dispatcher is an object, not a name."""
         return not isinstance(self.dispatcher, str) and hasattr(self.dispatcher, "dispatch")
 
     @classmethod
     def of(cls, value: Dispatch | TokenDispatcher | str) -> Dispatch:
-        """The dispatch that is meant."""
+        """Return the `Dispatch` for an argument of a layer."""
         return value if isinstance(value, Dispatch) else cls(value)
 
 
-# Earlier argument of `MoELayer`: the argument in whose object it is now, and the field.
+# Deprecated arguments of `MoELayer`, with the argument and the field that replace them.
 MOVED = {
     "capacity_factor": ("capacity", "factor"),
     "balance_loss_coef": ("balance", "coef"),
@@ -135,7 +136,7 @@ MOVED = {
 }
 
 
-# Arguments of other libraries' layers: the argument of `MoELayer` that means the same.
+# Arguments of layers of other libraries, with the argument of `MoELayer` that means the same.
 ELSEWHERE = {
     **dict.fromkeys(("hidden_size", "d_model", "dim", "embed_dim", "input_size"), "model_dim"),
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "ffn_hidden_size"), "ffn_dim"),
@@ -158,9 +159,9 @@ ELSEWHERE = {
 
 
 def takes_earlier_names(init: Callable[_P, None]) -> Callable[_P, None]:
-    """Let a constructor of a layer take the arguments of `MOVED`, with a DeprecationWarning.
+    """Let the constructor of a layer take the arguments of `MOVED`, with a DeprecationWarning.
 
-    TypeError for names that are none of it; those of other libraries' layers come with ours.
+    Unknown arguments raise a TypeError, which names the argument of `MoELayer` for `ELSEWHERE`.
     """
     names = [*inspect.signature(init).parameters][1:]
 
@@ -181,7 +182,7 @@ def takes_earlier_names(init: Callable[_P, None]) -> Callable[_P, None]:
 
 
 def _move(owner: str, options: dict[str, Any]) -> None:
-    """Put earlier arguments where they belong now, and say so."""
+    """Replace deprecated arguments among `options`, and warn."""
     earlier = {name: options.pop(name) for name in [*options] if name in MOVED}
     fields = dict[str, dict[str, Any]]()
     for name, value in earlier.items():

@@ -1,4 +1,4 @@
-"""Experts over the parts of a batch, one after another, or one beside the next.
+"""Experts over the parts of a batch, whose messages overlap with work, or over rounds.
 
 Shapes: T tokens, D model, K top-k, R rows of a part.
 """
@@ -49,17 +49,18 @@ def run_plan(
     pad: bool = False,
     beside: Callable[[], Tensor] | None = None,
 ) -> Tensor:
-    """Send, experts and combine of all parts of a batch, and what is computed beside them.
+    """Send the parts of a batch, run the experts, and combine the results.
 
     Args:
-        dispatcher: of the layer.
-        plan: whose parts are taken out.
+        dispatcher: dispatcher of the layer.
+        plan: plan of the batch.
         experts: maps `(rows, expert_offsets)` to rows.
         x_TD: tokens.
-        topk_weights_TK: their weights.
+        topk_weights_TK: weights of the slots of each token.
         weighed: whether the experts multiply their results by weights.
         pad: give every expert exactly its capacity of rows.
-        beside: gives sums `[T, D]` of the layer, computed while the last results travel.
+        beside: function that computes a further term `[T, D]` of the sum, such as a shared expert,
+            called while the last results travel.
 
     Returns:
         `[T, D]`.
@@ -74,7 +75,8 @@ def run_plan(
     rounds = plan.later()
     if rounds:
         if beside is not None and y_TD is None:
-            # In the backward pass the ranks meet before it, and learn of an error in it.
+            # `beside` comes first, so that its backward pass runs after that of the rounds. The
+            # ranks have exchanged messages by then, and can be told of an error in it.
             y_TD = beside()
         later_TD = _run_rounds(dispatcher, rounds, experts, weighed, x_TD, topk_weights_TK)
         y_TD = later_TD if y_TD is None else y_TD + later_TD
@@ -90,19 +92,19 @@ def _run_parts(
     pad: bool,
     meanwhile: Callable[[], None] | None,
 ) -> Tensor:
-    """Send, experts and combine of parts; the backward pass goes the same way back.
+    """Send the parts, run the experts and combine; the backward pass takes the reverse order.
 
-    While the experts work on part i, the rows of part i + 1 and the results of part i - 1 travel:
-    alone travel the rows of the first part, and the results of the last one beside `meanwhile`. In
-    the backward pass the gradients of a part's rows travel beside those of its weights too, so that
-    those of the last results alone travel by themselves.
+    While the experts work on part i, the rows of part i + 1 and the results of part i - 1 travel.
+    Only the rows of the first part travel without work beside them, since `meanwhile` runs beside
+    the last results. In the backward pass, gradients of a part's rows travel while gradients of its
+    weights are computed, so that only those of the last results travel without work.
     """
     parts, placed = plan.parts, plan.placed
     moves = None if placed is None else placed.moves
     take_late = functools.partial(late_weights, experts)
     if moves is not None:
         take_late = functools.partial(moved_weights, experts, moves)  # type: ignore[arg-type]
-    # By part: what sends it, rows that arrived, and later the results; then the sums.
+    # For each part, `here` holds the function that sends it, then its rows, then its results.
     here: list[Any] = [*parts]
     sums: list[Any] = [None] * len(here)
 
@@ -139,12 +141,12 @@ def _run_parts(
 
     def bring_back(i: int, beside: Callable[[], None] | None) -> None:
         (results, metadata), here[i] = here[i], None
-        # A class of the caller's own may know of nothing beside.
+        # A user's dispatcher may not take `meanwhile`, so it is passed only if there is work.
         options: dict[str, Any] = {} if beside is None else {"meanwhile": beside}
         sums[i] = dispatcher.combine(results, metadata, **options)
 
     def turn(i: int) -> None:
-        """Work to run while the results of part i - 1 travel."""
+        """Do the work that runs while the results of part i - 1 travel."""
         if i + 1 < len(here):
             send(i + 1, lambda: compute(i))
         else:
@@ -158,7 +160,7 @@ def _run_parts(
     return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
-# A nested backward pass is nothing for a graph.
+# A graph of `torch.compile` cannot contain the nested backward pass.
 @outside_graphs
 def _run_rounds(
     dispatcher: TokenDispatcher,
@@ -168,15 +170,15 @@ def _run_rounds(
     x_TD: Tensor,
     topk_weights_TK: Tensor,
 ) -> Tensor:
-    """Send, experts and combine, one round after the other: memory that no routing changes.
+    """Send, run the experts and combine, round by round, in memory that no routing changes.
 
-    Nothing is kept for the backward pass but the tokens and the tables; it runs each round once
-    more.
+    Only the tokens and the tables are kept for the backward pass, which runs each round again.
 
     Returns:
         `[T, D]` in the dtype of the experts' results.
     """
-    # As functional_call names them: a checkpoint wrapper leaves its own name out.
+    # `functional_call` needs full names. A checkpoint wrapper's own `named_parameters` would leave
+    # out its prefix.
     named = dict(nn.Module.named_parameters(experts))
     work = _Work(dispatcher, rounds, experts, weighed, tuple(named))
     counts = rounds[0].counts
@@ -187,7 +189,7 @@ def _run_rounds(
 
 @dataclass(frozen=True)
 class _Work:
-    """The rounds, and the modules that run them."""
+    """Rounds, and the modules that run them."""
 
     dispatcher: TokenDispatcher
     rounds: list[Round]
@@ -198,7 +200,7 @@ class _Work:
     def run(
         self, one: Round, rows_RD: Tensor, weights_TK: Tensor, parameters: tuple[Tensor, ...]
     ) -> tuple[Tensor, torch.dtype, DispatchMetadata]:
-        """A round's part of the sums, with these parameters; dtype of the outputs; tables."""
+        """Run a round; return its part of the sums, the dtype of the outputs, and metadata."""
         bound = dict(zip(self.names, parameters, strict=True))
         rows, offsets, metadata = self.dispatcher.send(rows_RD, one, weights_TK, self.weighed)
         weights: tuple[RowWeights, ...] = ()
@@ -206,19 +208,21 @@ class _Work:
             weights, metadata = take_weights(self.dispatcher, rows, metadata)
         out = torch.func.functional_call(self.experts, bound, (rows, offsets, *weights))
         check_results(self.experts, self.dispatcher, rows, out)
-        # A token's rows may lie in several rounds: their sum is rounded once, at the end.
+        # Rows of a token may be in several rounds. The sum in this dtype is rounded once, at the
+        # end.
         y_TD = self.dispatcher.combine(out, metadata, dtype=sum_dtype(out.dtype))
         return y_TD, out.dtype, metadata
 
 
 class _RunRounds(torch.autograd.Function):
-    """Runs rounds one after another, and each once more in the backward pass."""
+    """Runs rounds one after another, and each round again in the backward pass."""
 
     @staticmethod
     def forward(
         ctx: Any, work: _Work, x_TD: Tensor, weights_TK: Tensor, *parameters: Tensor
     ) -> Tensor:
-        # Grouped experts of a named activation draw no numbers; of others nobody knows it.
+        # Grouped experts with a named activation, without submodules or hooks, draw no random
+        # numbers. Others may draw some, so the state of the generators is kept.
         experts = work.experts
         named = runs_own_forward(experts) and isinstance(experts.activation, str)
         draws = not named or any(True for _ in experts.children()) or has_hooks(experts)
@@ -245,14 +249,14 @@ class _RunRounds(torch.autograd.Function):
         weights = weights_TK.detach().requires_grad_(needs_weights)
         grad_y_TD = grad_y_TD.to(sum_dtype(grad_y_TD.dtype))
         grad_x_TD: Tensor | None = None
-        # Gradients of the weights first, then of every parameter that wants one.
+        # The tensors that need gradients: the routing weights, then the parameters.
         wanted = [leaf for leaf in (weights, *leaves) if leaf.requires_grad]
         sums: list[Tensor | None] = [None] * len(wanted)
         with ctx.setting.restored():
             for one in work.rounds:
                 rows = one.take(x_TD.detach()).requires_grad_()
                 part_TD, _, metadata = work.run(one, rows, weights, leaves)
-                # Autocast is for the second forward pass alone.
+                # Autocast applies to the second forward pass, not to a backward pass.
                 with without_autocast(rows.device):
                     grad_rows, *found = torch.autograd.grad(
                         part_TD, [rows, *wanted], grad_y_TD, allow_unused=True

@@ -1,8 +1,8 @@
 """Layers as in the papers: functions that return a `MoELayer` with a paper's constants.
 
-Sizes are the caller's; what the paper fixes is the preset's, and any option of `MoELayer` can be
-given to replace it. A preset makes the layer alone: depth, initialisation and optimizer are the
-model's.
+The caller gives the sizes. A preset sets the options that the paper fixes, and any option of
+`MoELayer` that is given replaces them. A preset makes only the layer; depth, initialisation and
+optimizer are matters of the model.
 
 Shapes: D model, F ffn, E experts, K top-k.
 """
@@ -20,7 +20,7 @@ __all__ = ["deepseek_v3", "glam", "gshard", "mixtral", "qwen3", "switch"]
 
 
 def _made(options: dict[str, Any]) -> dict[str, Any]:
-    """Device and dtype of the parameters of the router: those of the layer."""
+    """Return the options of the layer that its router takes too: device and dtype."""
     return {name: options[name] for name in ("device", "dtype") if name in options}
 
 
@@ -31,7 +31,7 @@ def _layer(
     balance: Balance | None = None,
     **preset: Any,
 ) -> MoELayer:
-    """The layer; a `Balance` among the options has the preset's factor if it says none."""
+    """Make the layer. A `Balance` among the options without `coef` gets that of the preset."""
     if "capacity_factor" in options:
         preset.pop("capacity", None)
     coef = None if balance is None else balance.coef
@@ -50,20 +50,20 @@ def switch(
     seed: int = 0,
     **options: Any,
 ) -> MoELayer:
-    """Switch Transformer: one expert a token, capacity 1.25, balance loss 0.01, input jitter 0.01.
+    """Switch Transformer: one expert per token, capacity 1.25, balance loss 0.01, jitter 0.01.
 
-    Weights are the softmax probability of the chosen expert, not renormalised. An expert takes
-    `ceil(1.25 T / E)` tokens in training and `ceil(2 T / E)` in evaluation (the released code's),
-    the first ones; the others pass by. Experts are two linear layers with ReLU, as in the released
-    checkpoints.
+    The weight is the softmax probability of the chosen expert, not renormalised. An expert takes
+    the first `ceil(1.25 T / E)` of its tokens in training, and the first `ceil(2 T / E)` in
+    evaluation, as in the released code. Other tokens get no expert. Experts are two linear layers
+    with ReLU, as in the released checkpoints.
 
     Args:
-        model_dim: D, the elements of a token.
-        ffn_dim: F of each expert.
-        num_experts: E, experts of a layer.
-        jitter_eps: the tokens are multiplied by U[1 - eps, 1 + eps) before the router.
-        seed: of the jitter.
-        **options: of `MoELayer`, in place of the above; also `device` and `dtype`.
+        model_dim: D, number of elements of a token.
+        ffn_dim: F, hidden size of each expert.
+        num_experts: E, number of experts.
+        jitter_eps: eps; the input of the router is multiplied by U[1 - eps, 1 + eps).
+        seed: seed of the jitter.
+        **options: options of `MoELayer`, which replace those of the preset.
 
     Reference: Fedus, Zoph, Shazeer 2021 (arXiv 2101.03961): eq. 1-3 (gate, capacity), 4-6 (loss,
     which is `ops.load_balance_loss` with K = 1, alpha = 0.01), table 1 (capacity factor), appendix
@@ -85,20 +85,20 @@ def gshard(
     seed: int = 0,
     **options: Any,
 ) -> MoELayer:
-    """GShard: two experts a token, the second kept with probability 2 g2, capacity 2 S / E a group.
+    """GShard: two experts per token, the second with probability 2 g2; capacity 2 S / E per group.
 
-    Of a group of S tokens an expert takes `ceil(2 S / E)`: every first choice is served before any
-    second, by position. Weights are the two probabilities divided by their sum. The balance loss
-    counts first choices; the paper gives no coefficient, 0.01 is that of its successors. Experts
-    are two linear layers with ReLU.
+    An expert takes `ceil(2 S / E)` tokens of a group of S. Every first choice is served before any
+    second, and by position. Weights are the two probabilities divided by their sum. The balance
+    loss counts first choices. The paper gives no coefficient; 0.01 is that of its successors.
+    Experts are two linear layers with ReLU.
 
     Args:
-        model_dim: D, the elements of a token.
-        ffn_dim: F of each expert.
+        model_dim: D, number of elements of a token.
+        ffn_dim: F, hidden size of each expert.
         num_experts: E; the paper has 128, 512 and 2048.
-        groups: local groups that the tokens of a rank are cut into.
-        seed: of the second experts.
-        **options: of `MoELayer`, in place of the above; also `device` and `dtype`.
+        groups: number of groups into which the tokens of a rank are cut.
+        seed: seed of the draws that keep or drop second experts.
+        **options: options of `MoELayer`, which replace those of the preset.
 
     Reference: Lepikhin et al. 2020 (arXiv 2006.16668): section 2.2 and algorithm 1.
     """
@@ -116,19 +116,19 @@ def glam(
     seed: int = 0,
     **options: Any,
 ) -> MoELayer:
-    """GLaM: 64 experts, two a token, with the gate and the loss of GShard; balance loss 0.01.
+    """GLaM: 64 experts, two per token, with the gate and the loss of GShard; balance loss 0.01.
 
-    The layer takes the place of every other feed-forward network of the model. Experts are two
-    linear layers, with GELU. Their size, 2 D F, follows from the parameters in the paper's table 4;
-    the gated networks of the paper are the dense ones.
+    The model has this layer in place of every other feed-forward network. Experts are two linear
+    layers with GELU. Their size, 2 D F, follows from the number of parameters in table 4 of the
+    paper; only the dense networks of the paper are gated.
 
     Args:
         model_dim: D; 8192 in the largest model.
-        ffn_dim: F of each expert; 32768 there.
-        num_experts: E, experts of a layer.
-        groups: local groups that the tokens of a rank are cut into.
-        seed: of the second experts.
-        **options: of `MoELayer`, in place of the above; also `device` and `dtype`.
+        ffn_dim: F, hidden size of each expert; 32768 in the largest model.
+        num_experts: E, number of experts.
+        groups: number of groups into which the tokens of a rank are cut.
+        seed: seed of the draws that keep or drop second experts.
+        **options: options of `MoELayer`, which replace those of the preset.
 
     Reference: Du et al. 2021 (arXiv 2112.06905): sections 4 (architecture) and 5 (0.01).
     """
@@ -143,17 +143,18 @@ def mixtral(
     top_k: int = 2,
     **options: Any,
 ) -> MoELayer:
-    """Mixtral: 8 SwiGLU experts, two a token, softmax over the two logits, no token dropped.
+    """Mixtral: 8 SwiGLU experts, two per token, softmax over the two logits, no token dropped.
 
-    The paper tells nothing of a balance loss: the coefficient is the default of `MoELayer`. That of
-    the released configuration (`router_aux_loss_coef`) multiplies a loss that is K times ours.
+    The paper does not mention a balance loss, so the coefficient is the default of `MoELayer`. The
+    coefficient of the released configuration, `router_aux_loss_coef`, multiplies a loss that is K
+    times ours.
 
     Args:
         model_dim: D; 4096 in Mixtral 8x7B.
-        ffn_dim: F of each expert; 14336 there.
-        num_experts: E, experts of a layer.
-        top_k: K, experts of a token.
-        **options: of `MoELayer`, in place of the above; also `device` and `dtype`.
+        ffn_dim: F, hidden size of each expert; 14336 in Mixtral 8x7B.
+        num_experts: E, number of experts.
+        top_k: K, number of experts per token.
+        **options: options of `MoELayer`, which replace those of the preset.
 
     Reference: Jiang et al. 2024 (arXiv 2401.04088): section 2.1, table 1.
     """
@@ -169,20 +170,20 @@ def qwen3(
     top_k: int = 8,
     **options: Any,
 ) -> MoELayer:
-    """Qwen3-MoE: 128 fine-grained SwiGLU experts, 8 a token, none shared, none dropped.
+    """Qwen3-MoE: 128 fine-grained SwiGLU experts, 8 per token; none shared, no token dropped.
 
-    Softmax over all experts, the chosen probabilities divided by their sum. The paper balances over
-    the global batch, without saying how strongly: `balance=Balance("global_batch", group=...)`,
-    with the group of the ranks that see data of their own. The coefficient is that of the released
-    configuration, 0.001, times K: the loss that goes with it is K times ours (and the mean over
-    layers, where ours is added up).
+    Weights are a softmax over all experts; those of the chosen experts are divided by their sum.
+    The paper balances over the global batch, and gives no coefficient. For that, pass
+    `balance=Balance("global_batch", group=...)` with the ranks that have data of their own. The
+    coefficient here is that of the released configuration, 0.001, times K, because the loss there
+    is K times ours. It is also the mean over layers, while ours is the sum.
 
     Args:
         model_dim: D; 2048 in Qwen3-30B-A3B.
-        ffn_dim: F of each expert; 768 there.
-        num_experts: E, experts of a layer.
-        top_k: K, experts of a token.
-        **options: of `MoELayer`, in place of the above; also `device` and `dtype`.
+        ffn_dim: F, hidden size of each expert; 768 in Qwen3-30B-A3B.
+        num_experts: E, number of experts.
+        top_k: K, number of experts per token.
+        **options: options of `MoELayer`, which replace those of the preset.
 
     Reference: Qwen team 2025 (arXiv 2505.09388): section 2, table 2; Qiu et al. 2025
     (arXiv 2501.11873), the global-batch loss.
@@ -202,21 +203,21 @@ def deepseek_v3(
     scale: float = 2.5,
     **options: Any,
 ) -> MoELayer:
-    """DeepSeek-V3: 256 SwiGLU experts, 8 a token from 4 of 8 nodes, one shared, balanced by a bias.
+    """DeepSeek-V3: 256 SwiGLU experts, 8 per token from 4 of 8 nodes; one shared; selection bias.
 
-    Sigmoid scores, divided by their sum over the chosen and multiplied by 2.5. The selection bias
-    starts at zero; `update_selection_bias` moves it by 0.001 a step. A sequence-wise balance loss
-    of 0.0001 stays beside it. No token is dropped.
+    Weights are sigmoid scores, divided by their sum over the chosen experts and multiplied by 2.5.
+    The selection bias starts at zero, and `update_selection_bias` changes it by 0.001 per step.
+    There is also a sequence-wise balance loss with coefficient 0.0001. No token is dropped.
 
     Args:
         model_dim: D; 7168 in the paper.
-        ffn_dim: F of each expert, and of the shared one; 2048 there.
-        num_experts: E, experts of a layer.
-        top_k: K, experts of a token.
-        num_groups: nodes that the experts are spread over.
-        top_groups: nodes that a token may go to.
-        scale: on the weights.
-        **options: of `MoELayer`, in place of the above; also `device` and `dtype`.
+        ffn_dim: F, hidden size of each expert and of the shared expert; 2048 in the paper.
+        num_experts: E, number of experts.
+        top_k: K, number of experts per token.
+        num_groups: number of nodes over which the experts are divided.
+        top_groups: number of nodes to which a token may go.
+        scale: factor on the weights.
+        **options: options of `MoELayer`, which replace those of the preset.
 
     Reference: DeepSeek-AI 2024 (arXiv 2412.19437): section 2.1.2, eq. 12-20, and 4.2
     (hyper-parameters); the scale is `routed_scaling_factor` of the released configuration.

@@ -15,30 +15,31 @@ from torch import Tensor, nn
 from moe_ext._compile import outside_graphs
 from moe_ext.nn.routers.base import Router, RouterOutput
 
-# Looks at the choice of a layer, and may replace it: called with the layer, what its router said,
-# the experts `[T, K]` so far (the router's, or those of a session opened before) and the mask;
-# returns the experts to go on with, None to leave them.
+# Function that sees the choice of a layer and may replace it. Arguments: the layer, the output of
+# its router, the experts `[T, K]` chosen by the router or an earlier session, and the mask. Returns
+# the experts to use, or None for no change.
 Session = Callable[[Any, RouterOutput, Tensor, Tensor | None], Tensor | None]
 
-# In the order in which they were opened. Mutated in place: layers look at it in every forward pass.
+# Open sessions, in the order in which they were opened. The list is only changed in place, because
+# other modules import it by name.
 sessions: list[Session] = []
 
 
 def open_session(session: Session) -> None:
-    """From now on layers show the session their routing."""
+    """Begin to call the session in the forward pass of every layer."""
     sessions.append(session)
 
 
 def close_session(session: Session) -> None:
-    """Take the session away, wherever it stands."""
+    """Remove the session, even if later sessions are still open."""
     index = max(i for i, open_one in enumerate(sessions) if open_one == session)
     del sessions[index]
 
 
-# A list of Python objects that grows is nothing for a graph.
+# A graph cannot contain sessions, which append to Python lists.
 @outside_graphs
 def apply_sessions(layer: nn.Module, routed: RouterOutput, mask_T: Tensor | None) -> RouterOutput:
-    """Give a layer the choice to go on with; called between router and dispatcher in a session."""
+    """Call all sessions with the choice of a router, and return the output for their choice."""
     topk_idx_TK, replaced = routed.gate.topk_idx, False
     for session in tuple(sessions):
         choice = session(layer, routed, topk_idx_TK, mask_T)
@@ -46,30 +47,32 @@ def apply_sessions(layer: nn.Module, routed: RouterOutput, mask_T: Tensor | None
             topk_idx_TK, replaced = choice, True
     if not replaced:
         return routed
-    # Once, whoever replaced it: a recomputation must save the tensors that its forward pass saved.
+    # `with_choice` is called once for all sessions. A recomputation must save the same tensors as
+    # its forward pass, for any number of sessions in each.
     return layer.router.with_choice(routed, topk_idx_TK)  # type: ignore[operator, union-attr]
 
 
 def can_replay(router: Any) -> bool:
-    """True if a router weighs a choice that is not its own."""
+    """Return True if a router computes weights for a choice that is not its own."""
     method = getattr(type(router), "with_choice", None)
     return method is not None and method is not Router.with_choice
 
 
-# Layers and choices of one checkpointed region, in the order in which its layers ran.
+# Layers and choices of a checkpointed region, in the order in which the layers ran.
 _Tape = list[tuple[nn.Module, Tensor]]
 
 
 class _TapeSession:
-    """Writes a tape in the forward pass, or reads it in a recomputation.
+    """Context manager that writes a tape in the forward pass, or reads it in a recomputation.
 
-    A context manager that can be entered again: a graph that is kept is recomputed by each backward
-    pass through it.
+    The context can be entered several times, because each backward pass through a graph that is
+    kept recomputes it.
     """
 
     def __init__(self, tape: _Tape, *, replay: bool) -> None:
         self._tape, self._replay = tape, replay
-        # Autograd recomputes on a thread of each device: two of them must not read one another's.
+        # Positions in the tape, by thread. Autograd recomputes on one thread per device, and two
+        # threads must not share a position.
         self._threads: dict[int, list[int]] = {}
 
     def __enter__(self) -> _TapeSession:
@@ -94,7 +97,8 @@ class _TapeSession:
             return None
         if not self._replay:
             self._tape.append((layer, topk_idx_TK))
-            # Its own choice once more, so that both passes save the same tensors.
+            # The router's own choice is returned, so that `with_choice` runs in this pass, too, and
+            # both passes save the same tensors.
             return topk_idx_TK if can_replay(layer.router) else None
         place = places[-1]
         places[-1] += 1
@@ -119,15 +123,15 @@ class _TapeSession:
 def pinned_routing() -> tuple[_TapeSession, _TapeSession]:
     """Keep the routing of a forward pass for its recomputation under activation checkpointing.
 
-    For `torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=False,
-    context_fn=moe_ext.nn.pinned_routing)`. Every `MoELayer` that runs in the region sends its
-    tokens in the recomputation to the experts of the forward pass, also where its router chooses
-    others then. Weights and losses are computed anew at these experts. Without it the layers route
-    the same way anyway where everything before them is recomputed to the same bits; products of
-    another library, dropout without a restored state or weights that have changed flip close
-    choices, and then the gradients are of another function than the loss. Each layer keeps one
-    `[T, K]` tensor of indices. A router of one's own without `with_choice` is held to choose the
-    same again, which waits for the device.
+    Use it as `torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=False,
+    context_fn=moe_ext.nn.pinned_routing)`. In the recomputation, every `MoELayer` of the region
+    sends its tokens to the experts of the forward pass, even if its router now chooses others.
+    Weights and losses are recomputed for these experts. Without this function the routing is the
+    same only if everything before the layers is recomputed to the same bits. Matrix products of
+    some libraries, dropout whose state is not restored, or changed weights can flip close choices.
+    The gradients are then those of another function than the loss. Each layer keeps one `[T, K]`
+    tensor of indices. A user's router without `with_choice` must make the same choice again; the
+    check of this waits for the device.
 
     Returns:
         The contexts of the forward pass and of the recomputation.

@@ -18,18 +18,18 @@ from moe_ext.nn.moe_layer import MoELayer
 
 
 class ResidualMoE(nn.Module):
-    """A dense network that every token sees, and experts that correct it, each with its weight.
+    """Weighted sum of a dense network, which processes every token, and of a `MoELayer`.
 
     `y = c_0 * moe(x) + c_1 * mlp(x)` with `c = softmax(x @ W + b)`.
 
     Args:
-        model_dim: D, the elements of a token.
-        ffn_dim: F, of the experts and of the dense network.
-        num_experts: E, experts of a layer.
-        top_k: experts per token.
-        mlp: dense network, `[..., D] -> [..., D]`; by default a `FeedForward`.
-        activation: of the experts and of the default dense network.
-        bias: biases in these.
+        model_dim: D, number of elements of a token.
+        ffn_dim: F, hidden size of the experts and of the dense network.
+        num_experts: E, number of experts.
+        top_k: number of experts per token.
+        mlp: dense network, `[..., D] -> [..., D]`; None makes a `FeedForward`.
+        activation: activation of the experts and of the default dense network.
+        bias: give the experts and the default dense network biases.
         device: device of the parameters.
         dtype: dtype of the parameters.
         options: further options of `MoELayer`.
@@ -40,7 +40,7 @@ class ResidualMoE(nn.Module):
         coefficient: `nn.Linear(D, 2)`.
 
     Raises:
-        ValueError: as `MoELayer`.
+        ValueError: see `MoELayer`.
 
     Reference: Rajbhandari et al., DeepSpeed-MoE, 2022 (arXiv 2201.05596), section 4.1.
     """
@@ -72,7 +72,7 @@ class ResidualMoE(nn.Module):
         self.coefficient = nn.Linear(model_dim, 2, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew."""
+        """Draw new values for all parameters."""
         for module in (self.moe, self.mlp, self.coefficient):
             module.reset_parameters()  # type: ignore[operator]
 
@@ -86,12 +86,12 @@ class ResidualMoE(nn.Module):
         document_ids: Tensor | None = None,
         cu_seqlens: Offsets | None = None,
     ) -> Tensor:
-        """Run every token through both.
+        """Run every token through the dense network and the layer.
 
         Args:
             x: `[..., D]`.
-            token_mask: as in `MoELayer`; the dense network sees masked tokens too, with zeros for
-                NaN and infinity in them.
+            token_mask: as in `MoELayer`. The dense network processes masked tokens too, with zeros
+                in place of NaN and infinity.
             token_ids: as in `MoELayer`.
             token_idx: as in `MoELayer`.
             document_ids: as in `MoELayer`.
@@ -100,7 +100,7 @@ class ResidualMoE(nn.Module):
         Returns:
             `[..., D]`.
         """
-        # First: the layer checks the inputs, and tells other ranks what is wrong with them.
+        # The layer runs first, because it checks the inputs, and reports errors to other ranks.
         y: Tensor = self.moe(
             x,
             token_mask=token_mask,
@@ -117,13 +117,13 @@ class ResidualMoE(nn.Module):
 def pyramid(
     num_layers: int, num_experts: int, *, factor: int = 2, wide_layers: int = 2
 ) -> list[int]:
-    """Experts of each layer of a pyramid: more in the last layers, where they are worth most.
+    """Return the number of experts of each layer of a pyramid, which has more in the last layers.
 
     Args:
         num_layers: number of MoE layers of the model.
-        num_experts: experts of the first ones.
-        factor: how many times as many the last ones have.
-        wide_layers: number of the last ones; the paper's models have 2 of 12.
+        num_experts: number of experts of each of the first layers.
+        factor: factor on the number of experts in the last layers.
+        wide_layers: number of last layers with more experts; the paper's models have 2 of 12.
 
     Returns:
         `num_experts` of each layer, first to last.

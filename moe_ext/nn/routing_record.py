@@ -1,4 +1,4 @@
-"""Routing decisions on record: taken from one model, kept as bytes, replayed in another.
+"""Records of routing decisions, taken from one model and replayed in another.
 
 Shapes: T tokens of one forward pass, R rows of an entry, E experts, K top-k.
 """
@@ -30,18 +30,19 @@ from moe_ext.nn.torch_state import in_backward
 NOT_RECORDED = -2
 _MAGIC = b"moe_ext routing\n"
 _VERSION = 1
-_PREFIX = struct.Struct("<I32s")  # version, SHA-256 of what follows: size of the header first
+# Version, and SHA-256 of all bytes that follow: size of the header, header, indices.
+_PREFIX = struct.Struct("<I32s")
 _SIZE = struct.Struct("<Q")
 _DTYPES = {"int8": torch.int8, "int16": torch.int16, "int32": torch.int32}
 
 
 class RecordKey(NamedTuple):
-    """Key of a decision: the forward pass and the layer.
+    """Key of an entry: the forward pass and the layer.
 
     Attributes:
         step: number of the step, or of the rollout.
         micro_batch: number of the forward pass in the step.
-        layer: name of the layer in its model, wrappers (DDP, FSDP, compile) left out.
+        layer: name of the layer in its model, without parts of wrappers (DDP, FSDP, compile).
     """
 
     step: int
@@ -51,12 +52,12 @@ class RecordKey(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordEntry:
-    """The choices of one layer in one forward pass.
+    """Choices of one layer in one forward pass.
 
     Attributes:
         topk_idx: `[R, K]` in the smallest of int8, int16 and int32 that holds E; -1 for no expert,
             -2 for a token that was not recorded.
-        num_experts: E, experts of a layer.
+        num_experts: E, number of experts of the layer.
     """
 
     topk_idx: Tensor
@@ -64,7 +65,7 @@ class RecordEntry:
 
 
 def index_dtype(num_experts: int) -> torch.dtype:
-    """The smallest signed dtype for the experts 0 to E - 1."""
+    """Return the smallest signed dtype that holds the experts 0 to E - 1."""
     for dtype in (torch.int8, torch.int16):
         if num_experts - 1 <= torch.iinfo(dtype).max:
             return dtype
@@ -72,16 +73,16 @@ def index_dtype(num_experts: int) -> torch.dtype:
 
 
 def where(key: RecordKey) -> str:
-    """The key in an error message."""
+    """Return the text for a key in error messages."""
     return f"{key.layer} at step {key.step}, micro-batch {key.micro_batch}"
 
 
 class RoutingRecord:
-    """Record of the experts that every token went to, by step, micro-batch and layer.
+    """Record of the experts of every token, by step, micro-batch and layer.
 
-    Recorded are the indices alone. A replay sends the tokens to the recorded experts and computes
-    weights, sums of scores and losses anew from the logits of the replaying model at these experts:
-    they stay differentiable, and a router that has drifted cannot produce a division by zero::
+    A record holds only indices of experts. A replay sends the tokens to the recorded experts. It
+    recomputes weights, sums of scores and losses from the logits of the replaying model for these
+    experts. They remain differentiable, and a router that has drifted causes no division by zero::
 
         record = moe_ext.nn.RoutingRecord()
         with torch.no_grad(), record.recording(rollout_model, step=7):
@@ -92,8 +93,8 @@ class RoutingRecord:
             loss = training_model(tokens)
             loss.backward()
 
-    The record stays on the device of the layer, without a synchronisation, until `cpu` or a
-    serialisation fetches it. A record holds the tokens of its own rank.
+    The record stays on the device of the layer, without host synchronisation, until `cpu` or a
+    serialisation copies it to the host. A record holds the tokens of its own rank.
     """
 
     def __init__(self) -> None:
@@ -128,11 +129,16 @@ class RoutingRecord:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the indices."""
+        """Number of bytes of the indices."""
         return sum(entry.topk_idx.nbytes for entry in self._entries.values())
 
     def layers(self, *, step: int | None = None, micro_batch: int | None = None) -> list[str]:
-        """Names of the recorded layers in the order in which they ran; of one pass if asked."""
+        """Return the names of the recorded layers in the order in which they ran.
+
+        Args:
+            step: only layers of this step; None for all.
+            micro_batch: only layers of this forward pass; None for all.
+        """
         return list(
             dict.fromkeys(
                 key.layer
@@ -151,18 +157,18 @@ class RoutingRecord:
         step: int = 0,
         micro_batch: int = 0,
     ) -> None:
-        """Enter decisions that were taken elsewhere, by an inference engine say.
+        """Add decisions that were made elsewhere, for example by an inference engine.
 
         Args:
             layer: name of the layer in the model that will replay them.
             topk_idx: `[R, K]`, any integer dtype, in [0, E), or -1 for no expert; copied.
-            num_experts: E, experts of a layer.
+            num_experts: E, number of experts of the layer.
             step: number of the step.
             micro_batch: number of the forward pass in the step.
 
         Raises:
-            TypeError: topk_idx is not of an integer dtype, or a number is none.
-            ValueError: its shape or a value is wrong, or there is such an entry already.
+            TypeError: topk_idx is not of an integer dtype, or a number is not an integer.
+            ValueError: its shape or a value is wrong, or the record has such an entry already.
         """
         operation = "RoutingRecord.add"
         if topk_idx.is_floating_point() or topk_idx.dtype == torch.bool:
@@ -175,7 +181,7 @@ class RoutingRecord:
                 f"1..num_experts={num_experts}, got {tuple(topk_idx.shape)}"
             )
         if topk_idx.numel():
-            # Some unsigned dtypes have no extremes.
+            # `aminmax` does not support some unsigned dtypes.
             low, high = (int(bound) for bound in topk_idx.long().aminmax())
             if low < -1 or high >= num_experts:
                 raise ValueError(
@@ -189,10 +195,10 @@ class RoutingRecord:
         self._entries[key] = RecordEntry(copied, operator.index(num_experts))
 
     def update(self, other: RoutingRecord) -> None:
-        """Take over the entries of another record.
+        """Add the entries of another record.
 
         Raises:
-            ValueError: an entry is in both; this record is then unchanged.
+            ValueError: both records have an entry with the same key; this record is unchanged.
         """
         for key in other:
             if key in self._entries:
@@ -202,12 +208,12 @@ class RoutingRecord:
         self._entries.update(other._entries)
 
     def clear(self, *, step: int | None = None) -> None:
-        """Forget the entries of a step, or all."""
+        """Remove the entries of a step, or all entries."""
         for key in [key for key in self if step is None or key.step == step]:
             del self._entries[key]
 
     def cpu(self) -> RoutingRecord:
-        """A record with the same entries in the memory of the host."""
+        """Return a record with the same entries in host memory."""
         record = RoutingRecord()
         record._entries = {
             key: RecordEntry(entry.topk_idx.cpu(), entry.num_experts)
@@ -228,21 +234,21 @@ class RoutingRecord:
         """Record the routing of every `MoELayer` of a model while the context is open.
 
         Without `token_idx` each layer runs once, and its T tokens are the rows of the entry. A
-        recomputation of activation checkpointing is no second run, and records nothing. An error
-        in the context leaves the record as it was.
+        recomputation under activation checkpointing does not count as a run, and records nothing.
+        An error in the context leaves the record as it was.
 
         Args:
             model: the model, or a wrapper of it.
             step: number of the step.
             micro_batch: number of the forward pass in the step.
-            token_idx: `[T]` int64, the row of the entry for each token of the pass, -1 for a token
-                to leave out. Several passes, the decoding steps of a rollout say, then fill one
-                entry: open the context for each, or set its rows in between by another context.
-            num_rows: R, rows of the entry; wanted with `token_idx`.
+            token_idx: `[T]` int64, the row of the entry for each token of the pass, or -1 to leave
+                a token out. Several passes, such as the decoding steps of a rollout, can then fill
+                one entry: open a context with its rows for each pass.
+            num_rows: R, number of rows of the entry; needed with `token_idx`.
 
         Raises:
-            ValueError: the model has no `MoELayer`, an argument is out of range, or an entry is
-                there already (then the message names the layer).
+            ValueError: the model has no `MoELayer`, an argument is out of range, or the record has
+                an entry for a layer already (the message names the layer).
             TypeError: token_idx is not int64.
         """
         operation = "RoutingRecord.recording"
@@ -270,7 +276,8 @@ class RoutingRecord:
         try:
             yield self
         except BaseException:
-            # Half a forward pass is none: it can be recorded again.
+            # The record returns to its state before the context, so that the caller can record a
+            # forward pass again that raised midway.
             for key in keys.values():
                 self._entries.pop(key, None)
             self._entries.update(before)
@@ -290,28 +297,28 @@ class RoutingRecord:
     ) -> Iterator[RoutingRecord]:
         """Send tokens to the recorded experts in every `MoELayer` while the context is open.
 
-        The routers run as ever: their logits weigh the recorded experts. A row that was recorded as
-        going to no expert (a masked token, then) goes to none again; a token that the layer's mask
-        leaves out now stays out. With activation checkpointing the backward pass belongs into the
-        context too, or the checkpoint wants `context_fn=pinned_routing`; torch refuses the
-        recomputation otherwise.
+        The routers run as usual, and their logits give the weights of the recorded experts. A token
+        that was recorded without an expert, since it was masked, gets no expert again. A token that
+        is masked now gets no expert either. With activation checkpointing, run the backward pass in
+        the context too, or checkpoint with `context_fn=pinned_routing`. Otherwise torch refuses the
+        recomputation.
 
         Args:
             model: the model, or a wrapper of it.
             step: number of the recorded step.
             micro_batch: number of the recorded forward pass.
-            token_idx: `[T]` int64, the row of the entry for each token of the pass; -1 for a token
-                that its router may send where it likes, as one whose row was never recorded. By
-                default token t has row t, and the entry as many rows as there are tokens.
+            token_idx: `[T]` int64, the row of the entry for each token of the pass. A token with -1
+                keeps the choice of its router, as does a token whose row was never recorded. None
+                means that token t has row t, and that the entry has T rows.
             strict: refuse a record with layers that the model does not have; False for a part of a
                 model, such as a stage of a pipeline.
 
         Raises:
-            ValueError: the step, the micro-batch, a layer or a row is not on record, or a layer is
-                and the model lacks it, or E differs: on entry. In the forward pass: T or K differ.
-                The messages name the layer.
-            TypeError: token_idx is not int64; or in the forward pass, a router of a class that
-                cannot replay.
+            ValueError: on entry, the record lacks the step, the micro-batch, a layer or a row; the
+                model lacks a recorded layer; or E differs. In the forward pass, T or K differs. The
+                messages name the layer.
+            TypeError: token_idx is not int64; or, in the forward pass, the class of a router cannot
+                replay a choice.
         """
         operation = "RoutingRecord.replaying"
         names = _names_of_layers(operation, model)
@@ -362,7 +369,7 @@ class RoutingRecord:
         token_idx: Tensor | None,
         num_rows: int | None,
     ) -> None:
-        """Record the choices of a layer, all rows of an entry or those that are given."""
+        """Record the choices of a layer: all rows of an entry, or the rows of `token_idx`."""
         operation, entry = "RoutingRecord.recording", self._entries.get(key)
         idx_TK = topk_idx_TK.to(index_dtype(num_experts))
         if token_idx is None or num_rows is None:
@@ -387,13 +394,14 @@ class RoutingRecord:
                 f"{operation}: expected {where(key)} to have the shape "
                 f"{tuple(entry.topk_idx.shape)} of the passes before, got {shape}"
             )
-        # A row behind the last takes those that are left out, so that no index waits for the host.
+        # An extra last row receives the tokens that are left out. Selecting the others by a mask
+        # would wait for the device.
         rows_RK = torch.cat([entry.topk_idx, entry.topk_idx.new_empty((1, shape[1]))])
         rows_RK[torch.where(rows_T < 0, num_rows, rows_T)] = idx_TK
         self._entries[key] = RecordEntry(rows_RK[:-1], num_experts)
 
     def _recorded(self, key: RecordKey, topk_idx_TK: Tensor, token_idx: Tensor | None) -> Tensor:
-        """The recorded choices, and those of the router for tokens that were not recorded."""
+        """Return the recorded choices, or the router's for tokens that were not recorded."""
         recorded_RK = self[key].topk_idx.to(topk_idx_TK.device, torch.int64)
         num_tokens = recorded_RK.shape[0] if token_idx is None else token_idx.shape[0]
         expected = (num_tokens, recorded_RK.shape[1])
@@ -422,14 +430,14 @@ class RoutingRecord:
             )
 
     def agreement(self, other: RoutingRecord) -> dict[RecordKey, float]:
-        """Share of the choices of each entry that the same token makes in another record.
+        """Return, for each entry, the fraction of choices that another record has for the token.
 
-        1.0 where two routers send every token to the same set of experts, or an entry has no
-        choice: what tells training from rollout apart before it shows in the loss. Entries of one
-        record alone are left out; fetches the entries.
+        The fraction is 1.0 if two routers send every token to the same set of experts, or if an
+        entry has no choice. A drift between training and rollout shows here before it shows in the
+        loss. Entries that only one record has are left out. The entries are copied to the host.
 
         Raises:
-            ValueError: entries of one key differ in shape or in the number of experts.
+            ValueError: entries with the same key differ in shape or in the number of experts.
         """
         result = {}
         for key, entry in self._entries.items():
@@ -452,8 +460,9 @@ class RoutingRecord:
         return result
 
     def to_bytes(self) -> bytes:
-        """Serialise: version, checksum, a header in JSON, and the indices as they are."""
-        # Little-endian, as every machine that runs torch.
+        """Serialise the record: version, checksum, a header in JSON, and the raw indices."""
+        # Indices are written in the byte order of the machine: every one that runs torch is
+        # little-endian.
         header, payload = [], []
         for key, entry in self._entries.items():
             idx = entry.topk_idx.cpu().contiguous()
@@ -472,10 +481,10 @@ class RoutingRecord:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> RoutingRecord:
-        """Read what `to_bytes` wrote.
+        """Read the bytes of `to_bytes`.
 
         Raises:
-            ValueError: data is of something else, of another version, cut short or changed.
+            ValueError: data is not a record, or is of another version, cut short or changed.
         """
         record = cls()
         data = bytes(data)
@@ -499,7 +508,7 @@ class RoutingRecord:
         for fields in json.loads(data[header:offset]):
             dtype, shape = _DTYPES[fields["dtype"]], fields["shape"]
             size = shape[0] * shape[1] * dtype.itemsize
-            # Through bytes of its own: the offset need not be a multiple of the dtype's size.
+            # The bytes are copied, because the offset may not be a multiple of the dtype's size.
             raw = bytearray(data[offset : offset + size])
             idx = torch.frombuffer(raw, dtype=dtype) if size else torch.empty(0, dtype=dtype)
             key = RecordKey(fields["step"], fields["micro_batch"], fields["layer"])
@@ -508,13 +517,13 @@ class RoutingRecord:
         return record
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_bytes` to a file, which is replaced in one step."""
+        """Write `to_bytes` to a file, which is replaced atomically."""
         with replacing(path) as file:
             file.write_bytes(self.to_bytes())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RoutingRecord:
-        """Read a file that `save` wrote; see `from_bytes`."""
+        """Read a file of `save`; see `from_bytes`."""
         return cls.from_bytes(Path(path).read_bytes())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -522,7 +531,7 @@ class RoutingRecord:
 
 
 def _names_of_layers(operation: str, model: nn.Module) -> dict[Any, str]:
-    """Layer to name; a layer hashes by identity."""
+    """Return the name of each layer, by layer, since a module hashes by identity."""
     layers = {layer: name for name, layer in moe_layers(model).items()}
     if not layers:
         raise ValueError(
@@ -532,7 +541,7 @@ def _names_of_layers(operation: str, model: nn.Module) -> dict[Any, str]:
 
 
 def _check_rows(operation: str, token_idx: Tensor | None, num_rows: int | None) -> None:
-    """Refuse rows that an entry does not have; a GPU is not waited for."""
+    """Raise ValueError for rows that an entry does not have; rows on a GPU are not read."""
     if token_idx is None or num_rows is None:
         return
     if token_idx.dtype != torch.int64:

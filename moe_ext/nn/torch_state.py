@@ -1,4 +1,4 @@
-"""State of torch that a call runs in: autocast, a recomputation, a move of its module."""
+"""State of torch around a call: autocast, random generators, recomputation, hooks, devices."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _AS_IT_IS = contextlib.nullcontext()
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype that autocast is casting to on this device, None outside autocast."""
-    # torch raises on the meta device, which has no autocast.
+    """Return the dtype to which autocast casts on this device, or None outside autocast."""
+    # `is_autocast_enabled` raises for the meta device, which has no autocast.
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """Cast as autocast casts the input of a product: everything but float64."""
+    """Cast x as autocast casts the input of a matrix product: every dtype except float64."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
         return x
@@ -33,7 +33,7 @@ def as_autocast(x: Tensor) -> Tensor:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Context in which autocast is off."""
+    """Return a context in which autocast is off."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return _AS_IT_IS
     return torch.autocast(device.type, enabled=False)
@@ -41,13 +41,14 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 @dataclass(frozen=True)
 class TorchState:
-    """State that a second forward pass needs: that of autocast and of the generators.
+    """State of autocast and of the generators, for a forward pass that runs again.
 
     Attributes:
-        device: of the pass.
+        device: device of the pass.
         autocast: see `autocast_dtype`.
-        generator: state of the CPU's; None where nothing is drawn.
-        device_generator: state of the device's, if it has one and anything is drawn.
+        generator: state of the CPU's generator; None if the pass draws nothing.
+        device_generator: state of the device's generator; None if it has none, or if the pass draws
+            nothing.
     """
 
     device: torch.device
@@ -57,7 +58,7 @@ class TorchState:
 
     @staticmethod
     def now(device: torch.device, *, draws: bool = True) -> TorchState:
-        """The state before the first pass; reading that of a device's generator synchronises."""
+        """Return the current state. Reading the state of a CUDA generator synchronises."""
         of_device = draws and streams.has_streams(device)
         return TorchState(
             device,
@@ -68,7 +69,7 @@ class TorchState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """The state for the second pass, with gradients."""
+        """Context for the second pass, which records gradients."""
         with contextlib.ExitStack() as stack:
             if self.generator is not None:
                 devices = [] if self.device_generator is None else [self.device]
@@ -84,13 +85,13 @@ class TorchState:
 
 
 def in_backward() -> bool:
-    """True if this thread runs a backward pass: a forward pass inside one is a recomputation."""
-    # NOTE: The only private state of autograd that the layers ask.
+    """Return True in a thread that runs a backward pass; a forward pass then is a recomputation."""
+    # NOTE: This is the only private state of autograd that the layers read.
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """True if hooks see what goes into a call of this module, or what comes out, either way."""
+    """Return True if forward or backward hooks are called for this module."""
     of_all = torch.nn.modules.module
     return bool(
         module._forward_pre_hooks
@@ -102,7 +103,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def moved(tensor: Tensor, fn: Callable[..., Any]) -> Tensor:
-    """A tensor that is no buffer, on the device to which `fn` of `nn.Module._apply` moves it."""
+    """Move a tensor that is not a buffer to the device to which `fn` of `_apply` moves it."""
     device = fn(tensor).device
     if device == tensor.device:
         return tensor

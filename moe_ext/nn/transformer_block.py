@@ -1,4 +1,4 @@
-"""A transformer block whose sequences, and whose experts, ranks share.
+"""Transformer block with sequences and experts that are divided over ranks.
 
 Shapes: B batch, L positions of this rank, D model, H heads, Hkv heads of keys and values,
     C channels of a head.
@@ -24,13 +24,13 @@ from moe_ext.nn.moe_layer import MoELayer
 
 
 def _takes(ffn: nn.Module, name: str) -> bool:
-    """True if a network takes an argument; ValueError where experts in it would not get it."""
+    """Return True if a network takes an argument; ValueError if only a `MoELayer` in it does."""
     parameters = inspect.signature(ffn.forward).parameters
     if name in parameters:
         return True
     if not any(isinstance(module, MoELayer) for module in ffn.modules()):
         return False
-    # Wrappers, such as that of activation checkpointing, hand on what they are given.
+    # Wrappers, such as that of activation checkpointing, pass their arguments on.
     if any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return True
     raise ValueError(
@@ -40,7 +40,7 @@ def _takes(ffn: nn.Module, name: str) -> bool:
 
 
 def _by_sequence(ffn: nn.Module) -> list[MoELayer]:
-    """Layers of a network whose balance loss counts by sequence."""
+    """Return the layers of a network whose balance loss has the scope "sequence"."""
     layers = [module for module in ffn.modules() if isinstance(module, MoELayer)]
     return [layer for layer in layers if layer.balance.scope == "sequence"]
 
@@ -48,29 +48,30 @@ def _by_sequence(ffn: nn.Module) -> list[MoELayer]:
 class TransformerBlock(nn.Module):
     """Pre-norm causal attention and a feed-forward network, `[B, L, D] -> [B, L, D]`.
 
-    With `cp_group` the ranks share each sequence and attend over all of it; with a `MoELayer` on an
-    `ep_group` as network they share the experts. `MoEMesh(cp=, ep=)` makes both groups, and one may
-    be the other.
+    The ranks of `cp_group` share each sequence, and attend over all of it. If the network is a
+    `MoELayer` with an `ep_group`, the ranks of that group share the experts. `MoEMesh(cp=, ep=)`
+    makes both groups, which may be equal.
 
     Args:
-        model_dim: D, the elements of a token.
-        num_heads: H, heads of attention.
-        ffn: maps `[B, L, D]` to `[B, L, D]`, such as a `MoELayer`; one with `Balance("sequence")`
-            is told the documents, and needs the `cp_group` as its group.
+        model_dim: D, number of elements of a token.
+        num_heads: H, number of attention heads.
+        ffn: network that maps `[B, L, D]` to `[B, L, D]`, such as a `MoELayer`. A layer with
+            `Balance("sequence")` gets the documents, and needs `cp_group` as the group of the
+            balance.
         num_kv_heads: Hkv, a divisor of H; None for H.
-        cp_group: the ranks that share each sequence; None is this process alone.
+        cp_group: the ranks that share each sequence; None for this rank alone.
         layout: see `moe_ext.attention.make_layout`.
         window: (left, right) of the attention.
-        dropout_p: of the attention, in training.
-        rope_base: of the rotary embedding.
+        dropout_p: dropout probability of the attention, in training.
+        rope_base: base of the rotary embedding.
         scheme: see `moe_ext.attention.ring_attention`.
         precision: see `moe_ext.attention.ring_attention`.
-        eps: of the norms.
-        device: of the parameters made here.
-        dtype: of the parameters made here.
+        eps: eps of the norms.
+        device: device of the parameters made here.
+        dtype: dtype of the parameters made here.
 
     Raises:
-        ValueError: sizes that do not divide, or options out of range.
+        ValueError: sizes do not divide each other, or options are out of range.
     """
 
     def __init__(
@@ -138,7 +139,8 @@ class TransformerBlock(nn.Module):
         token_mask: Tensor | None,
     ) -> Tensor:
         group = ranks_of(self.attention.group, "TransformerBlock")
-        # Without an error the attention compares.
+        # This agreement reports an error of a rank. Without an error, the attention compares its
+        # inputs over the ranks itself.
         with Agreement("TransformerBlock", group, x_BLD.device):
             parts = self.qkv_proj(self.attention_norm(x_BLD)).split(self._widths, dim=-1)
             q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
@@ -156,21 +158,21 @@ class TransformerBlock(nn.Module):
         cu_seqlens: Tensor | Sequence[int] | None = None,
         token_mask: Tensor | None = None,
     ) -> Tensor:
-        """The residual stream after this block.
+        """Return the residual stream after this block.
 
         Args:
             x: `[B, L, D]`, this rank's shard.
-            position_ids: `[L]` or `[B, L]`, as `moe_ext.attention.position_ids` gives them.
+            position_ids: `[L]` or `[B, L]`, see `moe_ext.attention.position_ids`.
             cu_seqlens: offsets of packed documents in the whole sequence.
-            token_mask: `[B, L]` bool, True = real token: the others are seen by no query and, in a
-                `MoELayer`, reach no expert and count in no loss.
+            token_mask: `[B, L]` bool, True = real token. No query attends to a masked token. In a
+                `MoELayer` it reaches no expert, and counts in no loss.
 
         Returns:
             `[B, L, D]`.
 
         Raises:
-            ValueError: a `token_mask`, or documents for a balance by sequence, and the network has
-                a `MoELayer` inside but does not take them.
+            ValueError: the network has a `MoELayer` inside, but does not take `token_mask` or
+                `document_ids`, which the layer needs.
         """
         x = x + self._attend(x, position_ids, cu_seqlens, token_mask)
         told: dict[str, Tensor] = {}

@@ -1,6 +1,6 @@
 """Turn the dense feed-forward networks of a trained model into mixtures of experts.
 
-Shapes: D model, F ffn, E experts, K top-k, G granularity (pieces that F is cut into), H = F / G.
+Shapes: D model, F ffn, E experts, K top-k, G granularity (number of pieces of F), H = F / G.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from moe_ext.nn.routers import TopKRouter
 from moe_ext.nn.torch_state import without_autocast
 
 METHODS = ("copy", "granular")
-# Names of the projections (gate, up, down) and of the activation in feed-forward networks that
-# people have; an empty gate means a plain one, an empty up means that the gate holds both.
+# Names of the projections (gate, up, down) in common feed-forward networks. Without a gate the
+# activation is plain; without an up projection, that of the gate contains both.
 _FORMS = (
     ("gate_proj", "up_proj", "down_proj"),
     ("gate_up_proj", "", "down_proj"),
@@ -41,16 +41,16 @@ _ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation", "hidden_act
 
 @dataclass(frozen=True)
 class DenseFFN:
-    """The weights of a feed-forward network, whatever its module called them.
+    """Weights of a feed-forward network, independent of their names in its module.
 
     Attributes:
         up: `[F, D]`, or `[2F, D]` with the gate first.
-        up_bias: `[F]` or `[2F]`, None without biases.
+        up_bias: `[F]` or `[2F]`; None without a bias.
         down: `[D, F]`.
-        down_bias: `[D]`, None without biases.
-        activation: kind or function.
-        gated: whether `up` holds a gate.
-        dropout: what follows the last projection, None for nothing.
+        down_bias: `[D]`; None without a bias.
+        activation: a kind of `GroupedExperts`, or a function.
+        gated: whether `up` contains a gate.
+        dropout: dropout after the last projection, or None.
     """
 
     up: Tensor
@@ -67,7 +67,7 @@ class UpcycledFFN(nn.Module):
 
     Args:
         moe: the layer.
-        dropout: what follows.
+        dropout: module that is applied to the output of the layer.
     """
 
     def __init__(self, moe: MoELayer, dropout: nn.Module) -> None:
@@ -76,7 +76,7 @@ class UpcycledFFN(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., D] -> [..., D]`."""
+        """Run the layer and the dropout, `[..., D] -> [..., D]`."""
         return self.dropout(self.moe(x))
 
 
@@ -93,45 +93,45 @@ def upcycle(
     capacity_factor: float | None = None,
     ep_group: ProcessGroup | None = None,
 ) -> MoELayer | UpcycledFFN:
-    r"""A mixture of experts that computes what a dense feed-forward network does.
+    r"""Make a mixture of experts that computes the same as a dense feed-forward network.
 
-    ``"copy"``: every expert is the network, and the K weights of a token sum to one:
+    ``"copy"``: every expert is a copy of the network, and the K weights of a token sum to one:
     :math:`\sum_k w_k \mathrm{FFN}(x) = \mathrm{FFN}(x)`.
 
-    ``"granular"``: the F hidden units are cut into G pieces, expert ``c * G + g`` is piece g of
+    ``"granular"``: the F hidden units are cut into G pieces, and expert ``c * G + g`` is piece g of
     copy c. The router's rows of one copy start equal, so a token chooses all G pieces of K/G
-    copies, each with the weight :math:`w_c / G`, :math:`\sum_c w_c = 1`. Therefore `down_proj` is
-    multiplied by G and its bias is not:
+    copies. Each has the weight :math:`w_c / G`, with :math:`\sum_c w_c = 1`. Therefore `down_proj`
+    is multiplied by G, and its bias is not:
 
     .. math:: \sum_c \frac{w_c}{G} \sum_g (G\, W_g h_g + b) = \sum_g W_g h_g + b
 
-    The output equals the dense one up to rounding, as long as nothing is dropped. Experts and
-    router rows come apart in training, since each sees other tokens or another output.
+    The output equals that of the network up to rounding, if no slot is dropped. Experts, and rows
+    of the router, become different in training, since they get different tokens or gradients.
 
     Args:
         ffn: a network with projections named as in Llama and Qwen (gate_proj, up_proj, down_proj),
             Phi-3 (gate_up_proj, down_proj), GPT-2 (c_fc, c_proj), ViT (fc1, fc2) or GPT-NeoX
             (dense_h_to_4h, dense_4h_to_h), a `FeedForward`, or
-            `nn.Sequential(Linear, activation, Linear)`. It is not changed; weights are copied. It
-            runs once, on two random tokens, to see that it is what its names say.
-        num_experts: E, over all ranks; a multiple of G.
-        top_k: K; a multiple of G. With 1 the weight is constant, so that the layer computes what
-            the network does: the router learns from the balance loss alone, and warns.
+            `nn.Sequential(Linear, activation, Linear)`. The weights are copied. The network runs
+            once on two random tokens, to check that it computes what its names suggest.
+        num_experts: E, number of experts over all ranks; a multiple of G.
+        top_k: K; a multiple of G. With 1 the weight is constant, so that the layer computes the
+            same as the network. The router then warns, and learns only from the balance loss.
         method: "copy" or "granular".
         granularity: G, for "granular" only; divides F.
-        router: score function of the `TopKRouter`; its weights are drawn anew.
+        router: score function of the `TopKRouter`, whose weights are drawn.
         balance_loss_coef: as in `MoELayer`.
         z_loss_coef: as in `MoELayer`.
-        capacity_factor: as in `MoELayer`; where it drops, the output is no longer the dense one.
+        capacity_factor: as in `MoELayer`. Dropped slots change the output.
         ep_group: as in `MoELayer`.
 
     Returns:
-        A `MoELayer` in the dtype and on the device of the network, followed by the network's last
-        dropout if it had one. In training or evaluation mode as the network was.
+        A `MoELayer` with the dtype, the device and the training mode of the network, followed by
+        the last dropout of the network if it has one.
 
     Raises:
-        ValueError: the network is of no known form, computes something else than its projections
-            say, or an option does not fit.
+        ValueError: the network has no known form, does not compute what its projections suggest, or
+            an option does not fit.
 
     Reference: Komatsuzaki et al., Sparse Upcycling (2022); He et al., Upcycling Large Language
     Models into Mixture of Experts (2024), virtual group initialisation.
@@ -165,7 +165,7 @@ def upcycle(
         model_dim,
         ffn_dim // pieces,
         num_experts,
-        # The weights have to sum to one, also that of a single expert, which is warned of.
+        # The weights must sum to one. With K = 1 the weight is then constant, and the router warns.
         router=TopKRouter(model_dim, num_experts, top_k, score_fn=router, renormalize=True, **made),
         experts=experts,
         balance=Balance(coef=balance_loss_coef, z_coef=z_loss_coef),
@@ -182,16 +182,16 @@ def upcycle(
 
 
 def copy_dense_(experts: GroupedExperts, dense: DenseFFN, pieces: int = 1) -> None:
-    """Fill experts with pieces of a dense network, in place: expert e gets piece e mod G.
+    """Fill experts in place with pieces of a dense network; expert e gets piece e mod G.
 
     Args:
-        experts: with F / G hidden units each.
+        experts: experts with F / G hidden units each.
         dense: the network.
-        pieces: G; `down_proj` is multiplied by it.
+        pieces: G; `down_proj` is multiplied by G.
     """
     halves = 2 if dense.gated else 1
     up_name = "gate_up_proj" if dense.gated else "up_proj"
-    # [halves, G, H, ...]: piece g takes the same hidden units of gate and up.
+    # The shape is [halves, G, H, ...], so that a piece has the same hidden units of gate and up.
     up = dense.up.detach().unflatten(0, (halves, pieces, -1))
     up_bias = None if dense.up_bias is None else dense.up_bias.detach().view(halves, pieces, -1)
     down = dense.down.detach().unflatten(1, (pieces, -1))
@@ -220,31 +220,31 @@ def replace_ffn(
     select: Callable[[str, nn.Module], bool] | None = None,
     **options: Any,
 ) -> int:
-    """Put mixtures of experts in the place of a model's dense feed-forward networks.
+    """Replace dense feed-forward networks of a model by mixtures of experts.
 
-    Of the networks that `upcycle` knows, in the order of `model.named_modules()`, the last of every
-    `every` is replaced: with 2 the second, the fourth, and so on. Networks inside mixtures of
-    experts that the model already has are left alone. Right after, the model computes what it did.
+    The networks that `upcycle` knows are counted in the order of `model.named_modules()`, and every
+    `every`-th of them is replaced: with 2 the second, the fourth, and so on. Networks inside
+    existing mixtures of experts are left alone. At first the model computes the same as before.
 
-    A model saved after that is loaded by building the dense one, calling `replace_ffn` with the
-    same arguments, and `load_state_dict`.
+    To load a model that was saved later, build the dense model, call `replace_ffn` with the same
+    arguments, and then `load_state_dict`.
 
     Args:
-        model: any module; changed in place, or not at all.
+        model: any module. It is changed in place, or not at all after an error.
         every: distance between two replaced networks, 1 for all.
-        num_experts: E, experts of a layer.
-        top_k: K, experts of a token.
+        num_experts: E, number of experts of each layer.
+        top_k: K, number of experts per token.
         method: "copy" or "granular", see `upcycle`.
         granularity: G of "granular".
-        select: called with name and module; False leaves a network out of the count.
+        select: function of name and module; networks for which it returns False are not counted.
         options: further arguments of `upcycle`.
 
     Returns:
-        Number of networks replaced.
+        Number of replaced networks.
 
     Raises:
-        ValueError: fewer networks than `every`, a network that looks known but is not plain, or
-            options that do not fit. The model is unchanged.
+        ValueError: the model has fewer networks than `every`, a network has known names but is not
+            plain, or options do not fit. The model is unchanged.
     """
     check_sizes("replace_ffn", every=every)
     _check_options(num_experts, top_k, method, granularity)
@@ -256,13 +256,13 @@ def replace_ffn(
             f"(projections named {_known_forms()}, or nn.Sequential(Linear, activation, Linear)), "
             f"got {len(found)} in {type(model).__name__}"
         )
-    # All of them first: an error leaves the model as it is.
+    # All layers are made before the model is changed, so that an error leaves it unchanged.
     layers = {
         id(ffn): upcycle(ffn, num_experts, top_k, method=method, granularity=granularity, **options)
         for _, ffn in chosen
     }
     for module in list(model.modules()):
-        # Not named_children, which leaves out the second name of a shared module.
+        # `named_children` would leave out the second name of a shared module.
         for name, child in list(module._modules.items()):
             if id(child) in layers:
                 setattr(module, name, layers[id(child)])
@@ -270,10 +270,10 @@ def replace_ffn(
 
 
 def read_ffn(ffn: nn.Module, operation: str, name: str = "ffn") -> DenseFFN | None:
-    """The weights of a network of a known form, None for any other module.
+    """Return the weights of a network of a known form, or None for any other module.
 
     Raises:
-        ValueError: the projections have known names but are not plain, or do not fit together.
+        ValueError: the projections have known names, but are not plain or do not fit together.
     """
     if isinstance(ffn, FeedForward):
         up = ffn.get_submodule("gate_up_proj" if ffn.gated else "up_proj")
@@ -299,7 +299,7 @@ def read_ffn(ffn: nn.Module, operation: str, name: str = "ffn") -> DenseFFN | No
 
 
 def _activation_of(ffn: nn.Module) -> Any:
-    """The activation of a network that names its projections, None where it has none."""
+    """Return the activation of a network by its usual names, or None."""
     for key in _ACTIVATION_NAMES:
         function = getattr(ffn, key, None)
         if callable(function):
@@ -330,7 +330,7 @@ def _read_sequential(ffn: nn.Sequential, operation: str, name: str) -> DenseFFN 
 
 
 def _matrix(projection: Any, operation: str, name: str) -> tuple[Tensor, Tensor | None]:
-    """Weight `[out, in]` and bias of a plain linear layer."""
+    """Return the weight `[out, in]` and the bias of a plain linear layer."""
     cls = type(projection)
     if cls is nn.Linear:
         return projection.weight, projection.bias
@@ -372,7 +372,7 @@ def _dense(
 
 
 def _check_formula(ffn: nn.Module, dense: DenseFFN) -> None:
-    """Compare the module with what its projections say: a forward of its own may do more."""
+    """Raise ValueError if the module computes something other than its projections suggest."""
     if dense.up.device.type == "meta":
         return
     generator = torch.Generator().manual_seed(0)
@@ -387,7 +387,7 @@ def _check_formula(ffn: nn.Module, dense: DenseFFN) -> None:
     finally:
         for module, mode in modes:
             module.training = mode
-    # Roundings of two ways to compute the same; another formula differs by a good part of it.
+    # The tolerance covers differences in rounding. Another formula differs by much more.
     tolerance = 1e-3 if x.dtype in (torch.float32, torch.float64) else 0.05
     if (
         not isinstance(got, Tensor)
@@ -403,7 +403,7 @@ def _check_formula(ffn: nn.Module, dense: DenseFFN) -> None:
 
 
 def _find_ffns(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every network of a known form, outside of mixtures of experts and of each other."""
+    """Return all networks of a known form that are not inside mixtures or other networks."""
     found: list[tuple[str, nn.Module]] = []
     inside: set[int] = set()
     for name, module in model.named_modules():
@@ -421,7 +421,7 @@ def _find_ffns(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _check_options(num_experts: int, top_k: int, method: str, granularity: int | None) -> int:
-    """G."""
+    """Check the options, and return G."""
     check_choice("upcycle", "method", method, METHODS)
     if method == "copy":
         rule, fits = "left out for method='copy'", granularity in (None, 1)

@@ -1,4 +1,4 @@
-"""Base of the routers: the forward pass that all share, their result and their random state.
+"""Base classes of the routers: common forward pass, result and random state.
 
 Shapes: T tokens, D model, E experts, K top-k.
 """
@@ -20,12 +20,12 @@ from moe_ext.nn.torch_state import moved, without_autocast
 
 
 class Tokens(NamedTuple):
-    """The tokens of a forward pass, as `logits` and `choose` of a router see them.
+    """Tokens of a forward pass, for `logits` and `choose` of a router.
 
     Attributes:
-        x_TD: `[T, D]`, any floating dtype; finite where masked.
+        x_TD: `[T, D]`, any floating dtype. Masked tokens are finite.
         mask_T: `[T]` bool, True = real token; None for all. A masked token chooses no expert.
-        ids_T: `[T]` int64, entries of the vocabulary; None where the caller gave none.
+        ids_T: `[T]` int64, entries of the vocabulary; None if the caller gave none.
         idx_T: `[T]` int64, indices in the global batch; None for `first_token + t`.
     """
 
@@ -36,12 +36,12 @@ class Tokens(NamedTuple):
 
 
 class BalanceTerms(NamedTuple):
-    """The arguments of `ops.load_balance_loss`, for a router whose gate counts otherwise.
+    """Arguments of `ops.load_balance_loss`, if they differ from the counts of the gate.
 
     Attributes:
         score_sum: `[E]`, differentiable.
         num_tokens_per_expert: `[E]` int64.
-        top_k: choices that a token counts with.
+        top_k: number of choices of a token that count.
     """
 
     score_sum: Tensor
@@ -50,13 +50,13 @@ class BalanceTerms(NamedTuple):
 
 
 class DrawnNoise(NamedTuple):
-    """Sources of the noise of `ops.noisy_topk_gate`, kept to draw the same again.
+    """Inputs of the noise of `ops.noisy_topk_gate`, from which the same noise is drawn again.
 
     Attributes:
-        noise_logits: `[T, E]`, in the graph.
-        rng_state: `[4]`, a copy.
-        token_mask: as the router was given it.
-        token_idx: as the router was given it.
+        noise_logits: `[T, E]`, with its graph.
+        rng_state: `[4]`, copy of the random state.
+        token_mask: argument of the router.
+        token_idx: argument of the router.
     """
 
     noise_logits: Tensor
@@ -71,13 +71,12 @@ class RouterOutput(NamedTuple):
     Attributes:
         logits: `[T, E]`, float32 (float64 for float64 inputs).
         gate: the selection, an `ops.GateOutput`. A slot with index -1 goes to no expert.
-        losses: name to 0-d term of this router's own losses, coefficient applied; None for none.
-        capacity: rows that an expert takes, where the router decides it; None leaves it to the
-            layer.
-        balance: what the balance loss counts, where that is not what the gate counted.
-        noise: what moved the logits that the gate saw, where that is not `logits`.
-        score_fn: what makes scores of the logits, one of `ops.topk_gate`'s; None where the router
-            does not say: then a layer has no balance loss by sequence.
+        losses: 0-d losses of the router by name, multiplied by their coefficients, or None.
+        capacity: number of rows that an expert takes; None leaves it to the layer.
+        balance: counts for the balance loss; None takes those of the gate.
+        noise: noise that was added to `logits` for the gate, or None.
+        score_fn: function from logits to scores, a name for `ops.topk_gate`. None if it is not
+            known; the layer then has no balance loss by sequence.
     """
 
     logits: Tensor
@@ -92,19 +91,19 @@ class RouterOutput(NamedTuple):
 class Router(nn.Module):
     """Base of the routers: `(x_TD, token_mask=, token_ids=, token_idx=)` to a `RouterOutput`.
 
-    A router gives `logits` and `choose`; both run outside autocast.
+    A subclass defines `logits` and `choose`, which both run outside autocast.
 
     Attributes:
-        num_experts: E, over all ranks.
-        top_k: K, columns of the gate.
-        balanced: the router fills its experts evenly by construction: a layer adds no balance loss.
-        fills_slots: every slot of a token that is not masked goes to an expert.
-        sets_capacity: the router decides how many rows an expert takes (`RouterOutput.capacity`).
+        num_experts: E, number of experts over all ranks.
+        top_k: K, number of columns of the gate.
+        balanced: True if experts are filled evenly by construction, so that a layer adds no
+            balance loss.
+        fills_slots: True if every slot of a token that is not masked goes to an expert.
+        sets_capacity: True if the router sets `RouterOutput.capacity`.
         score_fn: see `RouterOutput.score_fn`.
         rng_state: `[4]` int64 `(seed, layer, step, first_token)` of a router that draws random
-            numbers, None in the others. A draw depends on these, on the token's index and on
-            nothing else: not on the number of ranks, not on a recomputation. See
-            `set_routing_step`.
+            numbers, otherwise None. A draw depends only on this state and on the token's index. It
+            is the same for any number of ranks, and in a recomputation. See `set_routing_step`.
     """
 
     balanced: bool = False
@@ -123,7 +122,8 @@ class Router(nn.Module):
         self.model_dim = model_dim
         self.num_experts = num_experts
         self.top_k = top_k
-        # No buffer: DistributedDataParallel would overwrite first_token with rank 0's.
+        # The state is not a buffer: DistributedDataParallel would overwrite buffers with those of
+        # rank 0, and `first_token` differs between ranks.
         self.rng_state = None
         self._rng_seed = 0
 
@@ -140,9 +140,9 @@ class Router(nn.Module):
         Args:
             x_TD: tokens, `[T, D]`, any floating dtype.
             token_mask: `[T]` bool, True = real token; a masked token chooses no expert.
-            token_ids: `[T]` int64, entries of the vocabulary, for routers that look at them.
+            token_ids: `[T]` int64, entries of the vocabulary, for routers that use them.
             token_idx: `[T]` int64, indices in the global batch, for routers that draw random
-                numbers; by default `first_token + t`.
+                numbers; None for `first_token + t`.
         """
         if token_mask is not None and token_mask.shape == x_TD.shape[:1]:
             x_TD = without_bad_padding(x_TD, token_mask)
@@ -154,32 +154,32 @@ class Router(nn.Module):
         return routed._replace(score_fn=self.score_fn)
 
     def logits(self, tokens: Tokens) -> Tensor:
-        """Logits of every token and expert, `[T, E]`, float32 (float64 for float64 tokens)."""
+        """Return the logits of every token, `[T, E]`, float32 (float64 for float64 tokens)."""
         raise NotImplementedError(f"{type(self).__name__} has no logits")
 
     def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
-        """The output for these logits."""
+        """Return the output for these logits."""
         raise NotImplementedError(f"{type(self).__name__} has no choose")
 
     def training_rng_state(self) -> Tensor | None:
-        """The random state where the router is to draw: in training mode."""
+        """Return the random state in training mode; None in eval mode, which draws nothing."""
         return self.rng_state if self.training else None
 
     def add_rng_state(self, seed: int, *, device: torch.device | str | None = None) -> None:
-        """Give the router its random state: `(seed, 0, 0, 0)`, kept in the state dict."""
+        """Give the router the random state `(seed, 0, 0, 0)`, which is part of the state dict."""
         check_rule(type(self).__name__, "seed", seed, "in 0..2**63-1", 0 <= seed < 2**63)
         self.rng_state = torch.zeros(4, dtype=torch.int64, device=device)
         self._rng_seed = seed
         self.reset_rng_state()
 
     def reset_rng_state(self) -> None:
-        """Set the random state to that of a new router; after `to_empty` it holds nothing."""
+        """Set the random state to that of a new router, for example after `to_empty`."""
         if self.rng_state is not None:
             self.rng_state.zero_()
             self.rng_state[0] = self._rng_seed
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Router:
-        """Move the random state along."""
+        """Apply `fn` as `nn.Module` does, and move the random state to the same device."""
         super()._apply(fn, recurse)
         if self.rng_state is not None:
             self.rng_state = moved(self.rng_state, fn)
@@ -226,20 +226,20 @@ class Router(nn.Module):
             self.rng_state.copy_(state)
 
     def with_choice(self, routed: RouterOutput, topk_idx_TK: Tensor) -> RouterOutput:
-        """The output for a choice that was made elsewhere, its weights from the same logits.
+        """Return the output for another choice, with weights from the same logits.
 
-        `RoutingRecord` and `pinned_routing` call it to replay a choice. A `Router` refuses, a
-        `ScoreRouter` takes `ops.gate_weights`; a router with other weights overrides it.
+        `RoutingRecord` and `pinned_routing` call this to replay a choice. `Router` refuses, and
+        `ScoreRouter` computes `ops.gate_weights`. A router with other weights overrides this.
 
         Args:
-            routed: what this router returned.
-            topk_idx_TK: the experts to go to, of the shape of its choice; -1 = none.
+            routed: output of this router.
+            topk_idx_TK: experts of each token, in the shape of the router's choice; -1 = none.
 
         Returns:
-            `routed` with the gate, and what follows from it, replaced.
+            `routed` with another gate, and other values that depend on the gate.
 
         Raises:
-            TypeError: the router is of a class that cannot do it.
+            TypeError: the class of the router cannot compute such weights.
         """
         raise TypeError(
             f"{type(self).__name__}: expected a router that can replay a choice (with_choice), "
@@ -248,12 +248,12 @@ class Router(nn.Module):
 
 
 class ScoreRouter(Router):
-    """Router whose weights are `ops.gate_weights` of its logits at the experts that it chooses.
+    """Router whose weights are `ops.gate_weights` of its logits for the chosen experts.
 
     Args:
-        model_dim: D, the elements of a token.
-        num_experts: E, over all ranks.
-        top_k: columns of the gate.
+        model_dim: D, number of elements of a token.
+        num_experts: E, number of experts over all ranks.
+        top_k: number of columns of the gate.
         score_fn: see `ops.topk_gate`.
         renormalize: divide the K weights of a token by their sum.
         scale: finite factor on the weights.
@@ -276,7 +276,7 @@ class ScoreRouter(Router):
         self.scale = scale
 
     def topk_gate(self, logits_TE: Tensor, tokens: Tokens, **options: Any) -> ops.GateOutput:
-        """`ops.topk_gate` with the options of this router."""
+        """Call `ops.topk_gate` with the options of this router."""
         assert self.score_fn is not None
         return ops.topk_gate(
             logits_TE,
@@ -289,7 +289,7 @@ class ScoreRouter(Router):
         )
 
     def gate_weights(self, logits_TE: Tensor, topk_idx_TK: Tensor) -> ops.GateOutput:
-        """`ops.gate_weights` with the options of this router."""
+        """Call `ops.gate_weights` with the options of this router."""
         assert self.score_fn is not None
         return ops.gate_weights(
             logits_TE,
@@ -300,7 +300,7 @@ class ScoreRouter(Router):
         )
 
     def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
-        """The K experts of the largest scores."""
+        """Choose the K experts with the largest scores."""
         gate = self.topk_gate(logits_TE, tokens)
         return RouterOutput(logits_TE, gate, score_fn=self.score_fn)
 
@@ -314,17 +314,17 @@ class ScoreRouter(Router):
 class LinearRouter(ScoreRouter):
     """Router whose logits are `x @ weight.T`.
 
-    They are computed in float32 (float64 for float64 inputs) whatever the dtype of the model:
-    logits rounded to bfloat16 flip the choice between close experts.
+    The logits are computed in float32 (float64 for float64 inputs) for any dtype of the model,
+    because rounding to bfloat16 would flip the choice between close experts.
 
     Args:
-        model_dim: D, the elements of a token.
-        num_experts: E, over all ranks.
-        top_k: columns of the gate.
+        model_dim: D, number of elements of a token.
+        num_experts: E, number of experts over all ranks.
+        top_k: number of columns of the gate.
         score_fn: see `ScoreRouter`.
         renormalize: see `ScoreRouter`.
         scale: see `ScoreRouter`.
-        seed: of the random state; None for a router that draws nothing.
+        seed: seed of the random state; None for a router that draws nothing.
         device: device of the weight.
         dtype: dtype of the weight.
     """
@@ -352,13 +352,13 @@ class LinearRouter(ScoreRouter):
             self.add_rng_state(seed, device=device)
 
     def reset_parameters(self) -> None:
-        """Draw the weight uniformly in +-1/sqrt(D); the random state becomes (seed, 0, 0, 0)."""
+        """Draw the weight uniformly in +-1/sqrt(D), and reset the random state."""
         bound = 1.0 / math.sqrt(self.model_dim)
         nn.init.uniform_(self.weight, -bound, bound)
         self.reset_rng_state()
 
     def logits(self, tokens: Tokens) -> Tensor:
-        """`x @ weight.T`, the bias added where there is one."""
+        """Return `x @ weight.T`, plus the bias if there is one."""
         logits_TE = ops.router_logits(tokens.x_TD, self.weight)
         return logits_TE if self.bias is None else logits_TE + self.bias.to(logits_TE.dtype)
 
@@ -371,7 +371,7 @@ class LinearRouter(ScoreRouter):
 
 
 def renormalizes(owner: str, renormalize: bool | None, top_k: int) -> bool:
-    """Resolves `renormalize`: None means True for more than one expert a token."""
+    """Resolve `renormalize`: None means True for more than one expert per token."""
     if renormalize is None:
         return top_k > 1
     if renormalize and top_k == 1:
@@ -380,7 +380,7 @@ def renormalizes(owner: str, renormalize: bool | None, top_k: int) -> bool:
 
 
 def warn_of_constant_weights(owner: str, option: str) -> None:
-    """Say that a weight divided by itself teaches the router nothing."""
+    """Warn that a weight divided by itself is constant, so that the router learns nothing."""
     warnings.warn(
         f"{owner}: {option} makes every weight the same with top_k=1, and the router learns "
         "nothing from the task; take a score that is not divided by itself",
@@ -389,10 +389,10 @@ def warn_of_constant_weights(owner: str, option: str) -> None:
 
 
 def set_routing_step(model: nn.Module, step: int, *, first_token: int = 0) -> None:
-    """Tell the random routers of a model which draws are due.
+    """Set the step, from which the random routers of a model derive their draws.
 
-    To be called before each training step (and before each micro-batch, with another
-    `first_token`): routing is then the same however the batch is cut over ranks and micro-batches.
+    Call it before each training step, and before each micro-batch with its `first_token`. Routing
+    is then the same for any division of the batch into ranks and micro-batches.
 
     Args:
         model: any module.
@@ -400,7 +400,7 @@ def set_routing_step(model: nn.Module, step: int, *, first_token: int = 0) -> No
         first_token: index in the global batch of this rank's first token.
 
     Raises:
-        ValueError: a negative number.
+        ValueError: a number is negative.
     """
     for name, value in (("step", step), ("first_token", first_token)):
         check_rule("set_routing_step", name, value, "at least 0", value >= 0)
@@ -411,14 +411,14 @@ def set_routing_step(model: nn.Module, step: int, *, first_token: int = 0) -> No
 
 
 def number_routers(model: nn.Module) -> int:
-    """Give every random router its place in the model as `layer` of its random state.
+    """Number the routers of a model; the number is `layer` in the random state of a router.
 
     Args:
-        model: the whole model, in which routers are numbered in the order of `modules()`. A stage
-            of a pipeline sets `router.rng_state[1]` itself.
+        model: the whole model, whose routers are numbered in the order of `modules()`. For a stage
+            of a pipeline, set `router.rng_state[1]` instead.
 
     Returns:
-        Number of routers, those without a random state included.
+        Number of routers, including those without a random state.
     """
     index = 0
     for module in model.modules():

@@ -19,19 +19,19 @@ class CosineRouter(ScoreRouter):
     """Top-k of the cosine between a projected token and an embedding of each expert.
 
     `logits[t, e] = cos(proj_weight @ x[t] + proj_bias, expert_embedding[e]) / temperature`, then
-    `ops.topk_gate` with softmax. All in float32 (float64 for float64 tokens). The temperature is
-    learned through its logarithm, `temperature = exp(-log_scale)`, and kept at or above
-    `min_temperature`; there the gradient of `log_scale` is zero.
+    `ops.topk_gate` with softmax. All of this is computed in float32 (float64 for float64 tokens).
+    The temperature is learned through its logarithm, `temperature = exp(-log_scale)`. It is at
+    least `min_temperature`; below that, the gradient of `log_scale` is zero.
 
     Args:
-        model_dim: D, the elements of a token.
-        num_experts: E, over all ranks.
-        top_k: K, experts per token, at most E.
+        model_dim: D, number of elements of a token.
+        num_experts: E, number of experts over all ranks.
+        top_k: K, number of experts per token, at most E.
         proj_dim: P, 256 in Tutel.
         init_temperature: first temperature, 0.5 in Tutel; at least `min_temperature`.
         min_temperature: least temperature, 0.01 in Tutel.
-        renormalize: divide the K weights of a token by their sum; None does so for K > 1, and keeps
-            the probability of one expert: it is what the router learns from.
+        renormalize: divide the K weights of a token by their sum. None does so for K > 1, and keeps
+            the probability for K = 1, since the router learns nothing from a constant weight.
         scale: finite factor on the weights.
         device: device of the parameters.
         dtype: dtype of the parameters.
@@ -84,7 +84,7 @@ class CosineRouter(ScoreRouter):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Projection uniform in +-1/sqrt(D), embeddings normal of deviation 0.01."""
+        """Draw the projection uniformly in +-1/sqrt(D), embeddings with standard deviation 0.01."""
         bound = 1.0 / math.sqrt(self.model_dim)
         nn.init.uniform_(self.proj_weight, -bound, bound)
         nn.init.uniform_(self.proj_bias, -bound, bound)
@@ -99,7 +99,7 @@ class CosineRouter(ScoreRouter):
         )
 
     def logits(self, tokens: Tokens) -> Tensor:
-        """Cosines over the temperature."""
+        """Return the cosines, divided by the temperature."""
         projected_TP = ops.router_logits(tokens.x_TD, self.proj_weight)
         acc_dtype = projected_TP.dtype
         projected_TP = projected_TP + self.proj_bias.to(acc_dtype)

@@ -19,25 +19,26 @@ from moe_ext.nn.routers.base import LinearRouter, RouterOutput, Tokens
 class ExpertChoiceRouter(LinearRouter):
     """Each expert takes the tokens that score it highest; see `ops.expert_choice_gate`.
 
-    With `p = softmax(x @ weight.T)` over the experts, expert e takes `C = ceil(T * capacity_factor
-    / E)` tokens with the largest p_e, of weight p_e. The load is even by construction; a token has
-    `capacity_factor` experts on average, and may have none: then a layer's routed output is zero.
+    With `p = softmax(x @ weight.T)` over the experts, expert e takes the `C = ceil(T *
+    capacity_factor / E)` tokens with the largest p_e, and their weight is p_e. The load is even by
+    construction. A token has `capacity_factor` experts on average. It may have no expert; the
+    routed output of a layer is then zero.
 
-    Not for autoregressive models: whether an expert takes a token depends on the tokens behind it,
-    which are not there when text is generated. It fits encoders and vision.
+    This router suits encoders and vision models, but not autoregressive models. The choice of an
+    expert depends on later tokens, which do not exist yet when text is generated.
 
     Args:
-        model_dim: D, the elements of a token.
-        num_experts: E, over all ranks.
-        capacity_factor: experts of a token on average, positive.
+        model_dim: D, number of elements of a token.
+        num_experts: E, number of experts over all ranks.
+        capacity_factor: average number of experts per token, positive.
         device: device of the weight.
         dtype: dtype of the weight.
 
     Raises:
         ValueError: a size or an option is out of its range.
 
-    Determinism: as `ops.expert_choice_gate`; no host synchronisation. Each rank's tokens are a
-    choice of their own.
+    Determinism: as `ops.expert_choice_gate`; no host synchronisation. Experts choose separately
+    among the tokens of each rank.
 
     Reference: Zhou et al. 2022 (arXiv 2202.09368).
     """
@@ -69,14 +70,14 @@ class ExpertChoiceRouter(LinearRouter):
         )
 
     def capacity(self, num_tokens: int) -> int:
-        """Tokens that an expert takes of T, those that are masked counted in T; at least 1."""
+        """Return the number of tokens, at least 1, that an expert takes of T (with masked ones)."""
         share = Fraction(float(self.capacity_factor)).limit_denominator(1 << 20) / self.num_experts
-        # Whole numbers: under torch.compile T may be a symbol.
+        # Integer arithmetic also works if T is a symbolic size under `torch.compile`.
         taken = (num_tokens * share.numerator + share.denominator - 1) // share.denominator
         return torch.sym_max(1, taken)
 
     def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
-        """Every expert takes its tokens: E columns, column e is e or -1."""
+        """Let every expert take its tokens. The gate has E columns; column e holds e or -1."""
         capacity = self.capacity(logits_TE.shape[0])
         gate = ops.expert_choice_gate(logits_TE, capacity, token_mask=tokens.mask_T)
         return RouterOutput(logits_TE, gate, capacity=capacity)

@@ -14,7 +14,7 @@ from moe_ext.nn.routers.base import BalanceTerms, LinearRouter, RouterOutput, To
 from moe_ext.nn.torch_state import without_autocast
 
 _SECOND_EXPERT = ("random", "gumbel", "always")
-# Stream of the draws that move the second expert.
+# Stream of the draws of Gumbel noise.
 _GUMBEL_STREAM = 6
 
 
@@ -22,16 +22,16 @@ class GShardRouter(LinearRouter):
     """Two experts per token; the second is kept with probability `min(1, 2 g2)`, or drawn.
 
     `g1` and `g2` are the two largest softmax probabilities divided by their sum. With
-    `second_expert="gumbel"` the second is the largest of the other logits with Gumbel noise added,
-    a draw from the softmax over them, and always kept. The balance loss counts first choices alone
-    (`RouterOutput.balance`, with top_k 1). In evaluation mode the second expert is that of the
-    second largest logit, and always kept.
+    `second_expert="gumbel"` the second expert has the largest of the other logits after Gumbel
+    noise is added. This is a draw from the softmax over these, and is always kept. The balance loss
+    counts only first choices (`RouterOutput.balance`, with top_k 1). In eval mode the second expert
+    is that of the second largest logit, and is always kept.
 
     Args:
-        model_dim: D, the elements of a token.
-        num_experts: E, over all ranks, at least 2.
-        second_expert: "random" (the paper's), "gumbel" (NLLB's "sampling") or "always".
-        seed: of the draws.
+        model_dim: D, number of elements of a token.
+        num_experts: E, number of experts over all ranks, at least 2.
+        second_expert: "random" (as in the paper), "gumbel" ("sampling" in NLLB) or "always".
+        seed: seed of the draws.
         scale: finite factor on the weights.
         device: device of the weight.
         dtype: dtype of the weight.
@@ -39,8 +39,8 @@ class GShardRouter(LinearRouter):
     Raises:
         ValueError: a size or an option is out of its range.
 
-    Determinism: a draw depends on seed, layer, step and the token's index in the global batch (see
-    `set_routing_step`), hence not on the number of ranks; no host synchronisation.
+    Determinism: a draw depends only on seed, layer, step and the token's index in the global batch
+    (see `set_routing_step`), not on the number of ranks. No host synchronisation.
 
     Reference: Lepikhin et al. 2020 (arXiv 2006.16668), algorithm 1; NLLB team 2022 (arXiv
     2207.04672) and fairseq's `moe_second_expert_policy="sampling"` ("gumbel").
@@ -77,7 +77,7 @@ class GShardRouter(LinearRouter):
         return f"{super().extra_repr()}, second_expert={self.second_expert!r}"
 
     def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
-        """One or two experts for every token; a dropped second has index -1 and weight 0."""
+        """Choose one or two experts for every token; index -1 and weight 0 for a dropped second."""
         rng_state = self.training_rng_state()
         if rng_state is not None and self.second_expert == "gumbel":
             return self._choose_drawn(logits_TE, tokens, rng_state)
@@ -92,13 +92,14 @@ class GShardRouter(LinearRouter):
         return RouterOutput(logits_TE, ops.GateOutput(*chosen[:4]), balance=balance)
 
     def _choose_drawn(self, logits_TE: Tensor, tokens: Tokens, rng_state: Tensor) -> RouterOutput:
-        """The largest logit, and the largest of the others plus Gumbel noise."""
+        """Choose the largest logit, and the largest of the others plus Gumbel noise."""
         x_TE = logits_TE.detach()
         first = ops.topk_gate(x_TE, 1, token_mask=tokens.mask_T)
         uniform_TE = ops.routing_uniform(
             rng_state, *x_TE.shape, stream=_GUMBEL_STREAM, token_idx=tokens.idx_T
         )
-        # Half a step up: neither 0 nor 1, whose noise is infinite.
+        # Half a step is added to the draws, which are then neither 0 nor 1. The noise of 0 or 1
+        # would be infinite.
         noise_TE = -(-(uniform_TE.double() + 2**-25).log()).log()
         others_TE = (x_TE + noise_TE).scatter(1, first.topk_idx.clamp(min=0), -torch.inf)
         second = ops.topk_gate(others_TE, 1, token_mask=tokens.mask_T)
@@ -110,8 +111,8 @@ class GShardRouter(LinearRouter):
     def with_choice(self, routed: RouterOutput, topk_idx_TK: Tensor) -> RouterOutput:
         """See `Router.with_choice`.
 
-        The first weight of a token whose second choice was dropped is divided by the sum over its
-        first and its best other expert, as the gate does it.
+        If the second choice of a token was dropped, its first weight is still divided by the sum
+        over two experts, the first and the best of the others. The gate does the same.
         """
         logits_TE = routed.logits
         first_T, second_T = topk_idx_TK.unbind(dim=1)

@@ -1,4 +1,4 @@
-"""Hash router: a token's expert is a function of its vocabulary entry.
+"""Hash router: the experts of a token depend only on its vocabulary entry.
 
 Shapes: T tokens, D model, E experts, K top-k, V vocabulary.
 """
@@ -20,42 +20,43 @@ _METHODS = ("balanced", "random")
 
 
 class HashRouter(ScoreRouter):
-    """K fixed experts for each entry of the vocabulary, of weight 1/K, or of learned weights.
+    """K fixed experts for each entry of the vocabulary, with weights of 1/K or learned weights.
 
-    The experts of an entry are a row of the table `expert_of_id` [V, K], made from `seed` alone:
+    The experts of an entry are a row of the table `expert_of_id` [V, K], made from `seed`:
 
-    - "balanced" without `token_counts`: every expert has the same number of entries in each column,
-      up to one, in a random order;
-    - "balanced" with `token_counts`: entries go from the most to the least frequent to the K
-      experts with the least tokens so far, the paper's Balanced assignment;
-    - "random": K different experts drawn uniformly for each entry.
+    - "balanced" without `token_counts`: in each column, the numbers of entries of two experts
+      differ by at most one; the order is random;
+    - "balanced" with `token_counts`: each entry, from the most to the least frequent, gets the K
+      experts with the fewest tokens so far; this is the paper's Balanced assignment;
+    - "random": K different experts are drawn uniformly for each entry.
 
-    Without `vocab_size` there is no table: "random" mixes the bits of the number instead.
+    Without `vocab_size` there is no table, and "random" mixes the bits of the id instead.
 
-    The layer has to pass `token_ids`: `MoELayer.forward(x, token_ids=ids)`. The choice is not
-    learned, so a layer adds no balance loss. With `learned`, the chosen experts are weighed as a
-    `TopKRouter` would weigh them, by `logits = x @ weight.T`; the first layers of DeepSeek-V4 do.
+    The layer needs `token_ids`: `MoELayer.forward(x, token_ids=ids)`. The choice is not learned, so
+    a layer adds no balance loss. With `learned`, the weights of the chosen experts are those of a
+    `TopKRouter` with `logits = x @ weight.T`, as in the first layers of DeepSeek-V4.
 
     Args:
-        model_dim: D, the elements of a token.
-        num_experts: E, over all ranks.
-        top_k: K, experts per token, at most E.
-        vocab_size: V; None for any number as an id, with method "random".
+        model_dim: D, number of elements of a token.
+        num_experts: E, number of experts over all ranks.
+        top_k: K, number of experts per token, at most E.
+        vocab_size: V; None allows any integer as an id, with method "random".
         method: "balanced" or "random".
-        token_counts: `[V]`, how often each entry occurs in the training data, for "balanced".
-        seed: of the table.
-        learned: weigh the experts by learned scores.
-        score_fn: of the learned scores, see `ops.topk_gate`.
+        token_counts: `[V]`, number of occurrences of each entry in the training data, for
+            "balanced".
+        seed: seed of the table.
+        learned: learn the weights of the experts.
+        score_fn: score function of learned weights, see `ops.topk_gate`.
         renormalize: divide the K learned weights by their sum; None does so for K > 1.
         scale: finite factor on the weights.
         device: device of the table and of the weight.
         dtype: dtype of the weight.
 
     Raises:
-        ValueError: a size or an option is out of its range, or they do not go together.
+        ValueError: a size or an option is out of its range, or options cannot be combined.
 
-    Determinism: the same experts for the same seed on every rank, device and version of torch with
-    the same random generator; the table is part of the state dict. No host synchronisation.
+    Determinism: a seed gives the same experts on every rank and device, and in versions of torch
+    with the same random generator. The table is part of the state dict. No host synchronisation.
 
     Reference: Roller et al., Hash Layers, 2021 (arXiv 2106.04426), section 3; DeepSeek-V4 in
     transformers (`DeepseekV4HashRouter`) for learned weights.
@@ -130,7 +131,7 @@ class HashRouter(ScoreRouter):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Make the table anew, the same as before; draw the weight in +-1/sqrt(D)."""
+        """Make the same table again, and draw the weight uniformly in +-1/sqrt(D)."""
         if self.weight is not None:
             bound = 1.0 / math.sqrt(self.model_dim)
             nn.init.uniform_(self.weight, -bound, bound)
@@ -155,7 +156,7 @@ class HashRouter(ScoreRouter):
         )
 
     def logits(self, tokens: Tokens) -> Tensor:
-        """`x @ weight.T`; without a weight zeros, which weigh every chosen expert the same."""
+        """Return `x @ weight.T`; without a weight, zeros, which give all experts equal weights."""
         x_TD = tokens.x_TD
         if self.weight is not None:
             return ops.router_logits(x_TD, self.weight)
@@ -184,7 +185,7 @@ class HashRouter(ScoreRouter):
                 f"{tuple(ids_T.shape)}"
             )
         if mask_T is not None:
-            # A masked token may have any id.
+            # A masked token may have any id, even one outside of the table.
             ids_T = ids_T.where(mask_T, 0)
         if self.expert_of_id is not None:
             try:
@@ -204,7 +205,7 @@ class HashRouter(ScoreRouter):
 
 
 def _drawn_orders(num_rows: int, num_experts: int, generator: torch.Generator) -> Tensor:
-    """The experts in a random order in each row."""
+    """Return rows that each hold all experts in a random order."""
     shape = num_rows, num_experts
     draws = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
     return draws.argsort(dim=1)
@@ -213,17 +214,18 @@ def _drawn_orders(num_rows: int, num_experts: int, generator: torch.Generator) -
 def _even_table(
     vocab_size: int, num_experts: int, top_k: int, generator: torch.Generator
 ) -> Tensor:
-    """Blocks of E entries in a random order; column k of a block is the experts, rotated."""
+    """Cut the entries in random order into blocks of E; a column of a block is a permutation."""
     place_V = torch.randperm(vocab_size, generator=generator, device="cpu")
     num_blocks = -(-vocab_size // num_experts)
-    # The rotations of a block differ, so the K experts of an entry do.
+    # Each column of a block rotates the experts by another amount, so the K experts of an entry
+    # differ.
     rotation_BE = _drawn_orders(num_blocks, num_experts, generator)
     rotation_VK = rotation_BE[place_V // num_experts, :top_k]
     return (place_V[:, None] + rotation_VK) % num_experts
 
 
 def _greedy_table(counts: list[float], num_experts: int, top_k: int) -> Tensor:
-    """Each entry, the most frequent first, to the K experts with the least tokens so far."""
+    """Give each entry, the most frequent first, the K experts with the fewest tokens so far."""
     table = torch.empty(len(counts), top_k, dtype=torch.int64, device="cpu")
     load: list[tuple[float, int]] = [(0.0, e) for e in range(num_experts)]
     for token_id in sorted(range(len(counts)), key=lambda i: -counts[i]):
@@ -235,12 +237,13 @@ def _greedy_table(counts: list[float], num_experts: int, top_k: int) -> Tensor:
 
 
 def _mixed_experts(ids_T: Tensor, num_experts: int, top_k: int, seed: int) -> Tensor:
-    """K different experts from the bits of a number: the finaliser of SplitMix64."""
+    """Derive K different experts from the bits of an id, mixed by the finaliser of SplitMix64."""
     bits_T = ids_T + (seed * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) % 2**63
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         bits_T = (bits_T ^ _shifted(bits_T, shift)) * factor
     bits_T = _shifted(bits_T ^ _shifted(bits_T, 31), 1)
-    # The first expert, and the distance to the others: each leaves out those before it.
+    # The K experts begin at `first_T` and have a distance of `stride_T`. The stride is at most
+    # E // K, so no expert repeats.
     column_K = torch.arange(top_k, device=ids_T.device)
     first_T = bits_T % num_experts
     stride_T = bits_T // num_experts % max(1, num_experts // top_k) + 1
@@ -248,5 +251,5 @@ def _mixed_experts(ids_T: Tensor, num_experts: int, top_k: int, seed: int) -> Te
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:
-    """Right shift of the bits as an unsigned number."""
+    """Shift the bits to the right as those of an unsigned number."""
     return (bits >> by) & ((1 << (64 - by)) - 1)

@@ -23,21 +23,21 @@ from moe_ext.nn.torch_state import without_autocast
 
 
 class NoisyTopKRouter(LinearRouter):
-    """Top-k of logits with learned noise, balanced by two losses of its own.
+    """Top-k of logits with learned noise, balanced by two losses of the router.
 
     In training mode `h = x @ weight.T + normal * (softplus(x @ noise_weight.T) + noise_epsilon)`,
-    in evaluation mode `h = x @ weight.T`; the weights are the softmax of the K largest h. The
-    losses are the squared coefficients of variation of the experts' importance (sum of gates) and
-    load (expected number of tokens), over this rank's tokens. A layer adds no balance loss.
+    and in eval mode `h = x @ weight.T`. The weights are the softmax of the K largest h. The losses
+    are the squared coefficients of variation of the experts' importance (sum of gates) and load
+    (expected number of tokens), over the tokens of this rank. A layer adds no balance loss.
 
     Args:
-        model_dim: D, the elements of a token.
-        num_experts: E, over all ranks.
-        top_k: K, experts per token, at most E.
+        model_dim: D, number of elements of a token.
+        num_experts: E, number of experts over all ranks.
+        top_k: K, number of experts per token, at most E.
         importance_coef: factor on the importance loss, at least 0.
         load_coef: factor on the load loss, at least 0.
-        noise_epsilon: least deviation of the noise; 0.01 as in tensor2tensor, 0 in the paper.
-        seed: of the noise.
+        noise_epsilon: least standard deviation of the noise; 0.01 in tensor2tensor, 0 in the paper.
+        seed: seed of the noise.
         scale: finite factor on the weights.
         device: device of the weights.
         dtype: dtype of the weights.
@@ -45,8 +45,8 @@ class NoisyTopKRouter(LinearRouter):
     Raises:
         ValueError: a size or an option is out of its range.
 
-    Determinism: the noise depends on seed, layer, step and the token's index in the global batch
-    (see `set_routing_step`), hence not on the number of ranks; no host synchronisation.
+    Determinism: the noise depends only on seed, layer, step and the token's index in the global
+    batch (see `set_routing_step`), not on the number of ranks. No host synchronisation.
 
     Reference: Shazeer et al. 2017 (arXiv 1701.06538), eq. 3-11.
     """
@@ -89,7 +89,7 @@ class NoisyTopKRouter(LinearRouter):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set both weights to zero, as the paper does: no signal and some noise."""
+        """Set both weights to zero, as in the paper. The choice then depends only on noise."""
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.noise_weight)
         self.reset_rng_state()
@@ -102,10 +102,10 @@ class NoisyTopKRouter(LinearRouter):
         )
 
     def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
-        """The K experts of the largest noisy logits, and the losses.
+        """Choose the K experts with the largest noisy logits, and compute the losses.
 
-        The logits of the output are those without noise, `score_sum` of the gate is the importance,
-        and the losses "importance" and "load" have their coefficients applied.
+        The logits of the output have no noise. `score_sum` of the gate is the importance. The
+        losses "importance" and "load" are multiplied by their coefficients.
         """
         rng_state, noise_TE, noise = self.training_rng_state(), None, None
         if rng_state is not None:
@@ -133,12 +133,12 @@ class NoisyTopKRouter(LinearRouter):
     def with_choice(self, routed: RouterOutput, topk_idx_TK: Tensor) -> RouterOutput:
         """See `Router.with_choice`.
 
-        The same noise is drawn again; the losses stay those of the router's own choice.
+        The same noise is drawn again. The losses remain those of the router's own choice.
         """
         with without_autocast(routed.logits.device):
             logits_TE = self._noisy_logits(routed)
             gate = ops.gate_weights(logits_TE, topk_idx_TK, score_fn="topk_softmax")
-        # A slot without an expert adds its zero to expert 0.
+        # A slot without an expert has weight 0, which is added to expert 0.
         idx_TK, nothing_TE = topk_idx_TK.clamp(min=0), torch.zeros_like(logits_TE)
         importance_E = nothing_TE.scatter_add(1, idx_TK, gate.topk_weights).sum(dim=0)
         dtype = routed.gate.topk_weights.dtype
@@ -149,12 +149,12 @@ class NoisyTopKRouter(LinearRouter):
         return routed._replace(gate=gate)
 
     def _noisy_logits(self, routed: RouterOutput) -> Tensor:
-        """The logarithm of the softmax of what the gate saw, `[T, E]`, in float64."""
+        """Return the log-softmax of the gate's noisy logits, `[T, E]`, in float64."""
         logits_TE, noise = routed.logits.double(), routed.noise
         if noise is None:
             return logits_TE
-        # The gate of all experts gives the softmax over them, from the bits of its own noise. In
-        # float64 no expert within 700 of the best underflows.
+        # A gate with K = E returns the softmax over all experts, with the same noise. In float64 no
+        # expert whose logit is within 700 of the best underflows.
         whole = ops.noisy_topk_gate(
             logits_TE,
             noise.noise_logits.double(),

@@ -18,17 +18,17 @@ from moe_ext.nn.routers.base import LinearRouter, RouterOutput, Tokens
 class SinkhornRouter(LinearRouter):
     """Top-k of logits that Sinkhorn's algorithm has balanced; see `ops.sinkhorn_gate`.
 
-    In training mode the choice is made from the balanced logits, in evaluation from the logits
-    themselves, token by token. The weights are those of the logits either way: `sigmoid` for
-    `top_k=1`, else `softmax` over all experts, not renormalised. As Megatron-LM's router of this
-    name. The load is nearly even by construction.
+    The choice is made from the balanced logits in training mode, and from the logits of each token
+    in eval mode. The weights come from the logits in both modes: `sigmoid` for `top_k=1`, otherwise
+    `softmax` over all experts, not renormalised. The same as the Sinkhorn router of Megatron-LM.
+    The load is nearly even by construction.
 
     Args:
-        model_dim: D, the elements of a token.
-        num_experts: E, over all ranks.
-        top_k: K, experts per token, at most E.
-        num_iters: the most rounds.
-        tolerance: change of the experts' factors to stop at.
+        model_dim: D, number of elements of a token.
+        num_experts: E, number of experts over all ranks.
+        top_k: K, number of experts per token, at most E.
+        num_iters: largest number of iterations.
+        tolerance: change of the experts' factors below which the iterations stop.
         device: device of the weight.
         dtype: dtype of the weight.
 
@@ -76,7 +76,7 @@ class SinkhornRouter(LinearRouter):
         return f"{super().extra_repr()}, num_iters={self.num_iters}, tolerance={self.tolerance}"
 
     def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
-        """By balanced logits in training, by the logits themselves in evaluation."""
+        """Choose by balanced logits in training mode, by the logits in eval mode."""
         if not self.training:
             return super().choose(logits_TE, tokens)
         gate = ops.sinkhorn_gate(

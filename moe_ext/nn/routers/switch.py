@@ -14,17 +14,17 @@ from moe_ext.nn.routers.base import LinearRouter, Tokens
 
 
 class SwitchRouter(LinearRouter):
-    """One expert per token, weighed by its softmax probability, with input jitter in training.
+    """One expert per token, weighted by its softmax probability, with input jitter in training.
 
-    `p = softmax((x * u) @ weight.T)`, `u ~ U[1 - jitter_eps, 1 + jitter_eps)` for every number of
-    every token in training mode and 1 in evaluation; the expert of the largest p gets weight
-    `scale * p`, which is not divided by itself: it is what the router learns from.
+    `p = softmax((x * u) @ weight.T)`, with `u ~ U[1 - jitter_eps, 1 + jitter_eps)` for every
+    element of every token in training mode, and u = 1 in eval mode. The expert of the largest p has
+    the weight `scale * p`. A renormalised weight would be constant, and teach the router nothing.
 
     Args:
-        model_dim: D, the elements of a token.
-        num_experts: E, over all ranks.
-        jitter_eps: in [0, 1); the paper's is 0.01, 0 turns the jitter off.
-        seed: of the jitter.
+        model_dim: D, number of elements of a token.
+        num_experts: E, number of experts over all ranks.
+        jitter_eps: in [0, 1); 0.01 in the paper, and 0 turns the jitter off.
+        seed: seed of the jitter.
         scale: finite factor on the weights.
         device: device of the weight.
         dtype: dtype of the weight.
@@ -32,8 +32,8 @@ class SwitchRouter(LinearRouter):
     Raises:
         ValueError: a size or an option is out of its range.
 
-    Determinism: the jitter depends on seed, layer, step and the token's index in the global batch
-    (see `set_routing_step`), hence not on the number of ranks; no host synchronisation.
+    Determinism: the jitter depends only on seed, layer, step and the token's index in the global
+    batch (see `set_routing_step`), not on the number of ranks. No host synchronisation.
 
     Reference: Fedus et al. 2021 (arXiv 2101.03961), eq. 1-2 and section 2.4.
     """
@@ -70,7 +70,7 @@ class SwitchRouter(LinearRouter):
         return f"{super().extra_repr()}, jitter_eps={self.jitter_eps}"
 
     def logits(self, tokens: Tokens) -> Tensor:
-        """`(x * u) @ weight.T`; the tokens that the experts see are not changed by the jitter."""
+        """Return `(x * u) @ weight.T`. The jitter does not change the input of the experts."""
         rng_state = self.training_rng_state()
         if rng_state is None:
             return super().logits(tokens)

@@ -28,35 +28,35 @@ _GROUP_SCORES = (None, "max", "top2", "topk")
 class TopKRouter(LinearRouter):
     """Linear router with top-k selection: `logits = x @ weight.T (+ bias)`, then `ops.topk_gate`.
 
-    The logits are computed in float32 (float64 for float64 inputs) whatever the dtype of the model,
-    and outside autocast: logits rounded to bfloat16 flip the choice between close experts.
+    The logits are computed in float32 (float64 for float64 inputs) for any dtype of the model, and
+    outside autocast, because rounding to bfloat16 would flip the choice between close experts.
 
     Args:
-        model_dim: D, the elements of a token.
-        num_experts: E, over all ranks.
-        top_k: K, experts per token, at most E.
+        model_dim: D, number of elements of a token.
+        num_experts: E, number of experts over all ranks.
+        top_k: K, number of experts per token, at most E.
         score_fn: "softmax", "topk_softmax", "sigmoid" or "sqrtsoftplus"; see `ops.topk_gate`.
         renormalize: divide the K weights of a token by their sum; None does so for K > 1. A weight
             divided by itself is constant, and teaches the router nothing.
         scale: finite factor on the weights.
-        num_groups: number of equal groups of experts.
-        top_groups: groups a token may choose its experts from.
-        group_score: score of a group: its largest key ("max", DeepSeek-V2), the sum of its two
+        num_groups: number of groups of experts, of equal size.
+        top_groups: number of groups from which a token may choose its experts.
+        group_score: score of a group: its largest score ("max", DeepSeek-V2), the sum of its two
             largest ("top2", DeepSeek-V3), or of its `top_k // top_groups` largest ("topk",
-            Megatron-LM); None is "top2" with a selection bias, else "max".
-        bias: add a learned number to each expert's logit, as GPT-OSS does (initially zero).
-        selection_bias: keep a float32 buffer `selection_bias` [E], added to the scores for the
-            selection only (initially zero; updated by whoever balances the load with it).
-        bias_update: how `update_selection_bias` moves that bias: "sign", by its rate towards the
-            mean load, or "quantile", to where the tokens of the step would have filled each expert
-            evenly (quantile balancing). The latter wants sigmoid scores, whose range bounds the
-            bins of its histogram, top_k below E and no groups.
+            Megatron-LM). None is "top2" with a selection bias, otherwise "max".
+        bias: add a learned bias to the logit of each expert, as GPT-OSS does; zero at first.
+        selection_bias: keep a float32 buffer `selection_bias` [E], which is added to the scores
+            only for the selection; zero at first, see `update_selection_bias`.
+        bias_update: how `update_selection_bias` changes that bias. "sign" moves it by a rate
+            towards the mean load. "quantile" sets it so that the tokens of the step would have
+            filled all experts evenly (quantile balancing). "quantile" needs sigmoid scores, whose
+            range bounds the bins of its histogram, top_k below E, and no groups.
         device: device of the weight.
         dtype: dtype of the weight.
 
     Raises:
-        ValueError: a size or an option is out of its range, or they do not go together.
-        TypeError: a size is no integer.
+        ValueError: a size or an option is out of its range, or options cannot be combined.
+        TypeError: a size is not an integer.
 
     Determinism: as `ops.topk_gate`; no host synchronisation.
     """
@@ -141,7 +141,7 @@ class TopKRouter(LinearRouter):
                 nn.init.zeros_(zeros_E)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> TopKRouter:
-        """Move or cast, but leave the selection bias in float32: its updates are tiny."""
+        """Move or cast, but keep the selection bias in float32, because its updates are tiny."""
         bias = self.selection_bias
         super()._apply(fn, recurse)
         if bias is not None and self.selection_bias is not None:
@@ -151,7 +151,7 @@ class TopKRouter(LinearRouter):
         return self
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Load, but keep the selection bias in float32 where a state of fewer bits is assigned."""
+        """Load, but keep the selection bias in float32 even if another dtype is assigned."""
         super()._load_from_state_dict(*args)
         if self.selection_bias is not None:
             dtype = torch.promote_types(self.selection_bias.dtype, torch.float32)
@@ -172,7 +172,7 @@ class TopKRouter(LinearRouter):
         return text if self.bias is None else f"{text}, bias=True"
 
     def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
-        """The K experts of the largest scores, the bias added."""
+        """Choose the K experts with the largest scores plus selection bias."""
         gate = self.topk_gate(
             logits_TE,
             tokens,
