@@ -19,12 +19,12 @@ from moe_ext.dispatch.wire import LOSSLESS, ROW_WIRES, encode
 
 
 class _GatherHop(Hop):
-    """A hop whose tokens go to all ranks, their indices and weights with them."""
+    """Hop that sends all tokens, with their indices and weights, to all ranks."""
 
     def start_out(
         self, rows: Tensor, route: Route, name: str, *, format: str | None = None
     ) -> Callable[[], Tensor]:
-        """The tokens that came with their indices; all that comes later goes to its rank alone."""
+        """Return the tokens that arrived with their indices. Later rows go only where needed."""
         return (
             route.arrived.pop
             if route.arrived
@@ -49,7 +49,7 @@ class _GatherHop(Hop):
             padded, self.group, operation=f"{self.operation} dispatch"
         )
         tokens, idx_NK, *others = unpacked(gathered, all_columns)
-        # Padding is no token.
+        # Rows of a rank beyond its number of tokens are padding.
         count_P1 = torch.tensor(of_ranks, device=x_TD.device)[:, None]
         is_token_N = (torch.arange(most, device=x_TD.device) < count_P1).view(-1)
         here_N = (self._from_first_here(idx_NK) >= 0).any(1) & is_token_N
@@ -58,27 +58,27 @@ class _GatherHop(Hop):
 
 
 class AllGatherDispatcher(DedupDispatcher):
-    """Experts spread over a group; every token goes to every rank, which takes what it needs.
+    """Sends every token to every rank, which takes the tokens that have experts there.
 
-    Tokens, indices and weights travel in one all-gather, so that a layer takes three messages:
-    counts, tokens, results. It sends `P - 1` rows a token whatever its experts are, which is little
-    for few tokens (decoding) and small P. The way back is that of `DedupDispatcher`, whose bits it
-    has: `combine="exact"` brings back the result of every slot, `combine="reduced"` one sum for
-    each rank that has experts of a token (a reduce-scatter without the zeros).
+    Tokens, indices and weights travel in one all-gather, so a layer takes three messages: counts,
+    tokens and results. A rank always sends `P - 1` rows per token, which is cheap for few tokens
+    (decoding) and small P. Results return as in `DedupDispatcher`, with the same bits.
+    `combine="exact"` returns the result of every slot. `combine="reduced"` returns one sum for each
+    rank that has experts of a token (a reduce-scatter without the zeros).
 
-    All tokens of all ranks lie on each, so it is none for a `RowBudget`.
+    Each rank holds all tokens of all ranks, so a `RowBudget` is not supported.
 
     Args:
         num_experts: E, a multiple of the size of the group.
         group: process group.
         combine: "exact" or "reduced".
-        drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
+        drop_policy: rule that drops slots beyond the capacity of an expert, "position" or "score".
         average: see `TokenDispatcher`.
         wire: see `TokenDispatcher`.
 
     Raises:
-        ValueError: as for `DedupDispatcher`; or tokens are to travel "lossless", whose messages
-            have lengths of their own.
+        ValueError: see `DedupDispatcher`; or `wire` sends tokens "lossless", as messages whose
+            lengths differ between ranks.
     """
 
     serves = DedupDispatcher.serves - {"overlap", "row_budget", "wire.dispatch='lossless'"}

@@ -1,4 +1,4 @@
-"""Chooses a dispatcher by what a rehearsal of each takes, and says why.
+"""Choice of a dispatcher by the time of a rehearsal of each, and the reason for it.
 
 Shapes: T tokens of a rank, D model, E experts, K top-k, P ranks, N nodes.
 """
@@ -32,30 +32,31 @@ from moe_ext.dispatch.parts import Choice, sum_dtype
 from moe_ext.dispatch.wire import LOSSLESS, Wire, sent_row_bytes
 
 _OPERATION = "MoELayer(dispatcher='auto')"
-# Rows of fewer bytes cost nothing but latency, and are not worth a rehearsal.
+# Bytes of rows up to which messages cost only latency, so that a rehearsal is not worth its time.
 SMALL_BYTES = 64 * 1024
-# Bytes of rows that are rehearsed at most: the time of more follows from that of two numbers.
+# Most bytes of rows in a rehearsal. The time of more rows is extrapolated from two numbers of rows.
 REHEARSED_BYTES = {"cpu": 2**23, "cuda": 2**26}
-# A rehearsal is the median of so many rounds; who has taken so many times the least drops out.
+# Number of rounds whose median is the time of a candidate. A candidate whose median is above BEHIND
+# times the least drops out of later rounds.
 ROUNDS = 5
 BEHIND = 1.5
-# Share by which another dispatcher must beat one that does less: a smaller gain may be noise. It
-# must beat the one in use by more.
+# Least relative gain for which a candidate is preferred to a simpler one, since less may be noise.
+# Replacing the dispatcher in use takes a larger gain.
 LEAST_GAIN = 0.02
 LEAST_GAIN_OF_A_CHANGE = 0.05
-# The choice is looked at again before this training pass, before that of four times its number, ...
+# Number of the training pass before which the choice is first reconsidered; then 4 times that, ....
 FIRST_LOOK_AGAIN = 16
 
 
 def expected_ranks(num_experts: int, num_parts: int, top_k: int) -> float:
-    """Number of the P equal parts of the experts in which a token of even routing has any."""
+    """Return in how many of P equal parts of the experts a token has any, for even routing."""
     part = num_experts // num_parts
     none = math.comb(num_experts - part, top_k) / math.comb(num_experts, top_k)
     return num_parts * (1.0 - none)
 
 
 def node_size_of(group: ProcessGroup) -> int:
-    """Ranks of the group on each node by torchrun's LOCAL_WORLD_SIZE; 1 where they differ."""
+    """Return the ranks per node in a group, by torchrun's LOCAL_WORLD_SIZE; 1 if nodes differ."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     ranks = group_ranks(group)
     if per_node < 1:
@@ -68,15 +69,15 @@ def node_size_of(group: ProcessGroup) -> int:
 
 @dataclass(frozen=True)
 class DispatchCandidate:
-    """A dispatcher, and what it is expected to take in a layer's step.
+    """Candidate for the dispatcher of a layer, with its expected bytes and time.
 
     Attributes:
-        name: as `MoELayer` takes it.
-        sent_bytes: rows and what belongs to them that leave a rank in a forward pass, there and
-            back, for even routing; those of "hierarchical" inside the node, too.
-        node_bytes: of these, what leaves the node.
-        seconds: of there and back by the rehearsal, with the backward pass where gradients were
-            recorded; None where nothing was rehearsed.
+        name: name of the dispatcher, as in `MoELayer`.
+        sent_bytes: bytes of rows, indices and weights that leave a rank in a forward pass, out and
+            back, for even routing. For "hierarchical" this includes bytes inside the node.
+        node_bytes: the bytes among these that leave the node.
+        seconds: time of the way out and back in the rehearsal, with the backward pass if gradients
+            were recorded; None without a rehearsal.
     """
 
     name: str
@@ -87,12 +88,12 @@ class DispatchCandidate:
 
 @dataclass(frozen=True)
 class DispatchChoice:
-    """The dispatcher of a layer and why; print it for a table.
+    """Dispatcher of a layer, and the reason for it. Its text is a table of the candidates.
 
     Attributes:
-        name: as `MoELayer` takes it; of one that was given, its class.
-        reason: one line.
-        candidates: all of them.
+        name: name of the dispatcher, as in `MoELayer`; the name of the class for an object.
+        reason: text of one line.
+        candidates: all candidates, if there was a choice.
     """
 
     name: str
@@ -110,31 +111,32 @@ class DispatchChoice:
         return "\n".join(lines)
 
 
-# (seconds whatever T is, seconds a token) of each candidate.
+# Time of each candidate: seconds that do not depend on T, and seconds per token.
 _Lines = tuple[tuple[float, float], ...]
 _rehearsed: weakref.WeakKeyDictionary[ProcessGroup, dict[Hashable, _Lines]]
 _rehearsed = weakref.WeakKeyDictionary()
 
 
 class AutoDispatcher(TokenDispatcher):
-    """Chooses the dispatcher of a `MoELayer` over a group, and looks at the choice again.
+    """Chooses the dispatcher of a `MoELayer` over a group, and reconsiders the choice later.
 
-    At the first forward pass each candidate brings tokens of even routing to the experts and back,
-    and their gradients where they are recorded; they take turns, and the one that takes least for
-    the tokens of the pass is chosen, on all ranks alike. Tokens so few that all they cost is
-    latency (64 KiB of rows) take the fewest messages without a rehearsal. Layers of one shape over
-    one group share the times. With `combine="exact"` all candidates have the same bits, so that
-    nothing but time depends on the choice. The layer looks again before its training passes 16, 64,
-    256, ..., with the routing of the pass before. It changes to a dispatcher that takes 5 % less.
-    It does not look again where a change would show: with "reduced", with a wire, with moved
-    experts, and where passes are recomputed.
+    At the first forward pass, all candidates in turn bring tokens with even routing to the experts
+    and back, and their gradients if gradients are recorded. All ranks choose the candidate that
+    takes least time for the tokens of the pass. Up to 64 KiB of rows cost only latency; for these
+    the dispatcher with the fewest messages is chosen without a rehearsal. Layers of the same shape
+    over the same group share the times. With `combine="exact"` all candidates give the same bits,
+    so the choice affects only the time. The layer reconsiders before its training passes 16, 64,
+    256, ..., with the routing of the pass before, and changes to a dispatcher that takes 5 % less.
+    It does not reconsider if a change would be visible: with "reduced", with a wire, with moved
+    experts, and if passes are recomputed.
 
     Args:
         num_experts: E, a multiple of the size of the group.
         group: process group.
         combine: "exact" or "reduced", see `DedupDispatcher`.
-        wire: see `TokenDispatcher`. Gradients are then rounded to one side or the other of the
-            weights, so that their bits depend on the choice; those of outputs do not.
+        wire: see `TokenDispatcher`. Some candidates round gradients before the multiplication by
+            weights, others after it. The bits of gradients then depend on the choice, but those of
+            outputs do not.
 
     Raises:
         ValueError: the size of the group does not divide E.
@@ -155,22 +157,22 @@ class AutoDispatcher(TokenDispatcher):
         self.combine_by = self._calls.facts["combine"] = combine
         self._num_passes = 0
         self.chosen: tuple[TokenDispatcher, DispatchChoice] | None = None
-        # Experts that the next pass looks at the choice with.
+        # Experts of the tokens with which the next pass reconsiders the choice, or None.
         self.routed_TK: Tensor | None = None
         self._looks_again = combine == "exact" and self.wire == Wire()
 
     def is_due(self, used: TokenDispatcher, *, trains: bool) -> bool:
-        """True if a pass that would use this dispatcher asks `choose` first."""
+        """Return True if a pass that would use this dispatcher must call `choose` first."""
         if self.chosen is None:
             return True
         return trains and self.routed_TK is not None and self.chosen[0] is used
 
     def see(self, topk_idx: Tensor, *, may_change: bool) -> None:
-        """Count a training pass, and keep its choice of experts where the next one looks at it.
+        """Count a training pass, and keep its experts if the next pass reconsiders the choice.
 
         Args:
-            topk_idx: `[T, K]`, as `plan` was given it.
-            may_change: False where this pass and all that follow must use the same dispatcher.
+            topk_idx: `[T, K]`, as in the call of `plan`.
+            may_change: False if this and all later passes must use the same dispatcher.
         """
         self._looks_again = self._looks_again and may_change
         self._num_passes += 1
@@ -187,18 +189,18 @@ class AutoDispatcher(TokenDispatcher):
         in_rounds: bool,
         weighed: bool = True,
     ) -> tuple[TokenDispatcher, DispatchChoice]:
-        """The dispatcher to use, and why; all ranks of the group call it together.
+        """Return the dispatcher to use, and the reason. All ranks of the group call this together.
 
-        The one chosen before stays unless another takes less.
+        The dispatcher in use remains unless another takes less time.
 
         Args:
-            x: input of the layer, `[..., D]`; for its size alone, and checked by nobody here.
-            top_k: K, experts of a token.
+            x: input of the layer, `[..., D]`; only its size is used, and nothing is checked here.
+            top_k: K, number of experts per token.
             in_rounds: whether rows are sent in the rounds of a `RowBudget`.
             weighed: whether the experts multiply by the weights, which then travel to them.
 
         Raises:
-            ValueError: on every rank, where the layers differ.
+            ValueError: on every rank, if the layers of the ranks differ.
             RankFailureError: a rank died or did not answer.
         """
         group, kind = self.group, x.device.type
@@ -216,7 +218,7 @@ class AutoDispatcher(TokenDispatcher):
         dim = x.shape[-1] if x.dim() else 1
         values = (x.numel() // max(dim, 1), max(dim, 1), code, node_size_of(group))
         told = Agreement(_OPERATION, group, x.device).compare(facts, values=values)
-        # A rank whose input is wrong answers too: the layer says so.
+        # A rank with a wrong input takes part as well, since the layer reports the error later.
         num_tokens, dim, code, node_size = (max(numbers) for numbers in zip(*told, strict=True))
         if any(row[3] != node_size for row in told):
             node_size = 1
@@ -230,7 +232,7 @@ class AutoDispatcher(TokenDispatcher):
         if num_tokens * shape.token_bytes <= SMALL_BYTES:
             if now is not None:
                 return now
-            # Both take three messages; every other takes more.
+            # "alltoall" and "allgather" take three messages, and other candidates take more.
             name = "alltoall" if "alltoall" in names else names[-1]
             reason = f"{num_tokens} tokens are so few that the fewest messages take least"
         else:
@@ -263,7 +265,7 @@ class AutoDispatcher(TokenDispatcher):
         return self.chosen
 
     def _names(self, node_size: int, in_rounds: bool) -> list[str]:
-        """The candidates, of which those that do less come first."""
+        """Return the names of the candidates, from the simplest on."""
         names = ["alltoall"] if self.combine_by == "exact" else []
         names.append("dedup")
         if 1 < node_size < self.num_ranks:
@@ -289,9 +291,9 @@ class AutoDispatcher(TokenDispatcher):
         weighed: bool,
         routed_TK: Tensor | None,
     ) -> list[float]:
-        """Seconds of each candidate for so many tokens, of the slowest rank.
+        """Return the seconds of each candidate on the slowest rank, for `num_tokens` tokens.
 
-        Those of even routing are kept for other layers of the shape.
+        Times for even routing are kept for other layers of the same shape.
         """
         limit = REHEARSED_BYTES.get(device.type, REHEARSED_BYTES["cpu"]) // shape.token_bytes
         many = max(2, min(num_tokens, limit))
@@ -307,10 +309,10 @@ class AutoDispatcher(TokenDispatcher):
 
 @dataclass(frozen=True)
 class DispatchShape:
-    """Facts that the expected numbers of rows follow from.
+    """Shape of a dispatch, which determines the expected numbers of bytes.
 
-    `lossless_share` is the share of their bytes that rows in the format "lossless" take, None for
-    that of normally distributed numbers.
+    `lossless_share` is the ratio of sent bytes to bytes for rows in the format "lossless"; None
+    takes the ratio for normally distributed numbers.
     """
 
     num_experts: int
@@ -325,20 +327,20 @@ class DispatchShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the K rows of a token."""
+        """Number of bytes of the K rows of a token."""
         return self.top_k * self.model_dim * self.dtype.itemsize
 
     def sent_bytes(self, name: str, combine: str, num_tokens: int) -> tuple[float, float]:
-        """Bytes that leave a rank, and its node, there and back in a forward pass."""
+        """Return the bytes that leave a rank, and its node, out and back in a forward pass."""
         ranks, nodes = self.num_ranks, self.num_ranks // self.node_size
-        # Ranks that share each expert all get its rows.
+        # All `shards` ranks that share an expert get its rows.
         places = ranks // self.shards
         held = expected_ranks(self.num_experts, places, self.top_k) / places
         row, back = map(self._row_bytes, (self.wire.dispatch, self.wire.combine))
-        # Indices and weights.
+        # Bytes of the indices and weights of a token.
         beside = self.top_k * self.shards * (2.0 + sum_dtype(self.dtype).itemsize)
         rows_back = {"exact": self.top_k / places, "reduced": held}[combine]
-        # The ranks but this one, and those on other nodes.
+        # Number of other ranks, and number of ranks on other nodes.
         others, abroad = ranks - 1, ranks - self.node_size
         if name == "hierarchical":
             out = expected_ranks(self.num_experts, nodes, self.top_k) / nodes
@@ -368,9 +370,9 @@ def _rehearse(
     weighed: bool,
     routed_TK: Tensor | None = None,
 ) -> _Lines:
-    """Times of the candidates as lines over the number of tokens, agreed over the ranks.
+    """Return the times of the candidates as lines over the number of tokens, equal on all ranks.
 
-    Tokens choose what those of a pass chose, their experts at random where none are given.
+    Tokens choose the experts `routed_TK` of a pass. Without these they choose at random.
     """
     group = made[0][1].group
     if routed_TK is not None and len(routed_TK):
@@ -390,7 +392,7 @@ def _rehearse(
         rows, _, metadata = dispatcher.plan(x, choice, weighed=weighed).parts.pop()(None)
         taken = dispatcher.row_weights(rows, metadata) if weighed else None
         if taken is not None:
-            # Padding rows (-1) may take any weight.
+            # Padding rows have slot -1, and so take the extra last weight.
             flat = torch.cat([taken.slot_weights.view(-1), taken.slot_weights.new_zeros(1)])
             rows = rows * flat[taken.slot_of_row, None].to(rows.dtype)
             metadata = replace(metadata, topk_weights=None)
@@ -415,14 +417,17 @@ def _rehearse(
 def _medians(
     runs: list[Callable[[], object]], group: ProcessGroup, device: torch.device
 ) -> list[float]:
-    """Seconds of each on the slowest rank, in turn: A B C A B C ...; what drifts hits all alike."""
+    """Return the median seconds of each run on the slowest rank.
+
+    Runs take turns (A B C A B C ...), so that a drift of the machine's speed affects all of them.
+    """
     medians, times = [math.inf] * len(runs), [list[float]() for _ in runs]
     for turn in range(ROUNDS + 1):
         least = min(medians)
         running = [i for i, median in enumerate(medians) if turn < 3 or median <= BEHIND * least]
         spent = [seconds_of(runs[i], device) for i in running]
         for i, seconds in zip(running, max_over_ranks(spent, group, device), strict=True):
-            # The first round warms up.
+            # The first round is a warm-up, and does not count.
             if turn > 0:
                 times[i].append(seconds)
                 medians[i] = statistics.median(times[i])

@@ -1,4 +1,4 @@
-"""The dispatchers that have a name, and objects in the place of one."""
+"""Dispatchers by name, and a wrapper of objects that only have `dispatch` and `combine`."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ DISPATCHERS = tuple(_CLASSES)
 
 
 class WrappedDispatcher(TokenDispatcher):
-    """Gives an object that has `dispatch` and `combine` alone what a layer uses beyond these.
+    """Adds the other methods of a dispatcher to an object that has `dispatch` and `combine`.
 
     Args:
-        inner: the object; its `combine` takes rows and metadata.
+        inner: the object, whose `combine` takes rows and metadata.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -53,7 +53,7 @@ class WrappedDispatcher(TokenDispatcher):
         return type(self.inner).__name__
 
     def dispatch(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor, DispatchMetadata]:
-        """Dispatch of the wrapped object."""
+        """Call `dispatch` of the wrapped object."""
         return self.inner.dispatch(*args, **options)
 
     def combine(
@@ -64,7 +64,7 @@ class WrappedDispatcher(TokenDispatcher):
         meanwhile: Callable[[], None] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Combine of the wrapped object, and then `meanwhile`."""
+        """Call `combine` of the wrapped object, and then `meanwhile`."""
         y_TD: Tensor = self.inner.combine(rows, metadata)
         if meanwhile is not None:
             meanwhile()
@@ -72,19 +72,19 @@ class WrappedDispatcher(TokenDispatcher):
 
 
 def check_served(owner: str, dispatcher: object, wanted: Mapping[str, str]) -> None:
-    """Refuse a dispatcher that does not serve what a layer wants.
+    """Refuse a dispatcher that does not serve all features of a layer.
 
     Args:
         owner: name for error messages.
         dispatcher: a name of `DISPATCHERS`, or a dispatcher.
-        wanted: of `CAPABILITIES`, with how messages call them.
+        wanted: features of the layer among `CAPABILITIES`, with their text for messages.
 
     Raises:
-        ValueError: with the names that serve it.
+        ValueError: a feature is not served. The message lists the names that serve all features.
     """
     named = isinstance(dispatcher, str)
     kind = _CLASSES[dispatcher] if isinstance(dispatcher, str) else type(dispatcher)
-    # An object of another library serves whole batches alone.
+    # An object without `serves` is used through a `WrappedDispatcher`.
     serves = getattr(kind, "serves", WrappedDispatcher.serves)
     for capability, shown in wanted.items():
         if capability not in serves:
@@ -105,20 +105,20 @@ def named_dispatcher(
     wire: Wire | str | None = None,
     max_rows: int | None = None,
 ) -> TokenDispatcher:
-    """The dispatcher that a name stands for.
+    """Make the dispatcher for a name.
 
     Args:
         owner: name for error messages.
-        name: one of `DISPATCHERS`; each is "local" on one rank.
+        name: one of `DISPATCHERS`. On one rank each name means "local".
         num_experts: E, a multiple of the size of the group.
         group: process group; None or one rank keeps all rows on this rank.
         combine: "exact" or "reduced", see `DedupDispatcher`.
         wire: see `TokenDispatcher`.
-        max_rows: rows of the `RowBudget` that it is to serve.
+        max_rows: rows of the layer's `RowBudget`; None without one.
 
     Raises:
-        RuntimeError: a library is missing, on every rank.
-        ValueError: no such name, or one that does not go with the group or the options.
+        RuntimeError: on every rank, if one of them lacks the library of the dispatcher.
+        ValueError: the name is unknown, or cannot be combined with the group or the options.
     """
     wire = Wire.of(owner, wire)
     check_choice(owner, "combine", combine, COMBINES)
@@ -133,7 +133,7 @@ def named_dispatcher(
     }
     check_served(owner, name, {each: each for each, is_wanted in wanted.items() if is_wanted})
     if group is None or alone:
-        # A configuration for many ranks runs on one, too.
+        # A configuration for many ranks must run on one rank, too.
         return LocalDispatcher(num_experts)
     if name == "symm_mem":
         if max_rows is None:
@@ -143,7 +143,7 @@ def named_dispatcher(
             )
         return SymmetricMemoryDispatcher(num_experts, group, max_rows=max_rows, wire=wire)
     kind = _CLASSES[name]
-    # A class takes the options that it serves.
+    # A class takes an option only if it serves the feature.
     options: dict[str, Any] = {}
     if "combine='reduced'" in kind.serves:
         options["combine"] = combine

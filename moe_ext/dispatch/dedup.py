@@ -1,7 +1,7 @@
 """Dispatchers that send a token once to each rank, or node, that holds any of its experts.
 
-Shapes: T tokens, D model, E experts, K top-k, P ranks of a hop, L = E/P experts behind each of
-    them, U rows of tokens that travel, S slots whose expert is behind another rank or this one.
+Shapes: T tokens, D model, E experts, K top-k, P ranks of a hop, L = E/P experts behind each rank,
+    U rows of tokens that travel, S slots with an expert, on the sending or the receiving side.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from moe_ext.dispatch.wire import Wire
 from moe_ext.ops.grouped_gemm import row_alignment
 
 COMBINES = ("exact", "reduced")
-# Groups between this rank's node and others, and inside it: by group and ranks of a node.
-# All layers share them, so that they meet there and a job does not make two groups for each.
+# Process groups across nodes and inside this rank's node, by group and number of ranks per node.
+# All layers share them, so that a job makes two groups in all, not two for each layer.
 _HopGroups = weakref.WeakKeyDictionary[ProcessGroup, dict[int, tuple[ProcessGroup, ProcessGroup]]]
 _hop_groups: _HopGroups = weakref.WeakKeyDictionary()
 
@@ -56,9 +56,9 @@ class DedupMetadata(DispatchMetadata):
     """Metadata of a `DedupDispatcher`.
 
     Attributes:
-        journey: the way of the rows.
-        weights_UK: the weights of the tokens that arrived, in the graph for "reduced"; None for
-            "exact".
+        journey: the `Journey` of the rows.
+        weights_UK: weights of the tokens that arrived, with their graph; None if neither experts
+            nor this rank's sums use them.
     """
 
     journey: Any = None
@@ -67,37 +67,38 @@ class DedupMetadata(DispatchMetadata):
 
 @dataclass(frozen=True)
 class _TokenRound(Round):
-    """Some of a rank's slots, whose tokens travel once to a rank.
+    """Round of slots of this rank, in which a token travels once to each rank.
 
     Attributes:
         topk_idx_TK: experts of all slots.
-        dtype: of the rows that travel; `take` gives tokens in that of sums, for their gradients.
+        dtype: dtype of the rows that travel. `take` returns tokens in the dtype of sums, so that
+            their gradients have that dtype.
     """
 
     topk_idx_TK: Tensor = torch.empty(0)
     dtype: torch.dtype = torch.float32
 
     def take(self, x_TD: Tensor) -> Tensor:
-        """All tokens; `dispatch` takes those that have slots here."""
+        """Return all tokens. The routes pick those that have slots in this round."""
         return x_TD.to(sum_dtype(self.dtype))
 
     def return_sums(self, grad_RD: Tensor, tables: ops.Permutation) -> Tensor:
-        """See `Round`: the sums were taken where the rows came back."""
+        """See `Round`. The gradients that came back are sums for each token already."""
         return grad_RD
 
     def choice(self) -> Tensor:
-        """`[T, K]`, the experts of the slots that are here, -1 for the others."""
+        """Return the experts of the slots in this round, `[T, K]`, -1 for other slots."""
         here_N = torch.zeros_like(self.topk_idx_TK, dtype=torch.bool).view(-1)
         here_N[self.slot_of_row] = True
         return self.topk_idx_TK.where(here_N.view_as(self.topk_idx_TK), -1)
 
 
 class _Trip:
-    """Rows of one journey on their way, and later their gradients.
+    """Exchange of the rows of one journey, and of their gradients in the backward pass.
 
-    The function of autograd that waits in the forward pass starts the exchange of the backward
-    pass, and the other way round: what ran beside the one has its backward beside the other. An
-    empty tensor joins the two.
+    One autograd node starts the exchange, and another waits for it. In the backward pass the roles
+    are swapped: work that overlaps with the rows has its backward pass overlap with the gradients.
+    An empty tensor connects the two nodes.
     """
 
     def __init__(self, journey: Journey, *, weighted: bool) -> None:
@@ -105,12 +106,12 @@ class _Trip:
         self.waits: list[Callable[[], Tensor]] = []
 
     def finish(self) -> Tensor:
-        """Tokens that arrived."""
+        """Wait for the exchange, and return the rows that arrived."""
         return self.waits.pop()()
 
 
 class _StartSend(torch.autograd.Function):
-    """Tokens on their way to the ranks of their experts."""
+    """Starts to send tokens to the ranks of their experts."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, trip: _Trip, dtype: torch.dtype) -> Tensor:
@@ -128,7 +129,7 @@ class _StartSend(torch.autograd.Function):
 
 
 class _FinishSend(torch.autograd.Function):
-    """The rows of experts; their gradients go back by slot, or as sums for each token."""
+    """Waits for the rows of experts. Their gradients return by slot, or as sums by token."""
 
     @staticmethod
     def forward(ctx: Any, empty: Tensor, trip: _Trip) -> Tensor:
@@ -151,7 +152,7 @@ class _FinishSend(torch.autograd.Function):
 
 
 class _StartCombine(torch.autograd.Function):
-    """Results of slots on their way back."""
+    """Starts to send results of slots back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, trip: _Trip) -> Tensor:
@@ -168,7 +169,7 @@ class _StartCombine(torch.autograd.Function):
 
 
 class _FinishCombine(torch.autograd.Function):
-    """Weighted sums of rows that are back; the gradient of a sum travels once to a rank."""
+    """Waits for results, and sums them. The gradient of a sum travels once to each rank."""
 
     @staticmethod
     def forward(
@@ -191,7 +192,8 @@ class _FinishCombine(torch.autograd.Function):
         trip: _Trip = ctx.trip
         journey, empty, grad_weights = trip.journey, None, None
         if ctx.needs_input_grad[0]:
-            # Sums that are wider than rows are of rounded gradients: nothing is lost.
+            # If sums have a wider dtype than rows, their gradient was widened from that of the
+            # rows, so that this cast loses nothing.
             format, rows = journey.wire.backward_dispatch, grad_TD.to(ctx.dtype)
             wait = journey.start_out(rows, "combine backward", format)
             trip.waits.append(wait)
@@ -210,7 +212,7 @@ class _FinishCombine(torch.autograd.Function):
 
 
 class _BringWeights(torch.autograd.Function):
-    """Weights of parts, which came with the indices of their experts; the gradients travel back."""
+    """Returns the weights that arrived with indices of experts, and sends their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, weights_TK: Tensor, journeys: Sequence[Journey]) -> tuple[Tensor, ...]:
@@ -229,36 +231,36 @@ class _BringWeights(torch.autograd.Function):
 
 
 class DedupDispatcher(AllToAllDispatcher):
-    """Experts spread over a group; a token goes once to each rank that holds any of its experts.
+    """Sends a token once to each rank that holds any of its experts.
 
-    With K experts of E a token, each on one of P ranks, the rows that leave a rank fall from
-    `K * (P - 1) / P` a token to `(P - 1) * (1 - C(E - E/P, K) / C(E, K))` for even routing. Beside
-    them travel the indices of the experts, two bytes for each of the K.
+    For even routing with K of E experts per token on P ranks, a rank sends `(P - 1) * (1 -
+    C(E - E/P, K) / C(E, K))` rows per token, instead of `K * (P - 1) / P`. The indices of the
+    experts travel too, two bytes for each of the K.
 
-    - `combine="exact"`: the result of every slot comes back, and they are added up in the order of
-      slots, forward and backward: the bits are those of `AllToAllDispatcher`. Two of the four
-      exchanges of a step are smaller: of tokens, and of the gradients of their results.
-    - `combine="reduced"`: each rank adds up the weighted results of its experts, in float32, and
-      sends one row a token; so do the gradients. All four exchanges are smaller, and a result is
-      rounded once a rank more than on one process.
+    - `combine="exact"`: the result of every slot comes back. Results and gradients are summed in
+      the order of slots, with the bits of `AllToAllDispatcher`. Two of the four exchanges of a step
+      are smaller: those of tokens, and of the gradients of their results.
+    - `combine="reduced"`: each rank sums the weighted results of its experts in float32, and sends
+      one row per token. Gradients do the same. All four exchanges are smaller. Each rank adds one
+      rounding to a result, compared to a single process.
 
-    Weights travel with the indices, their gradients in a message of their own.
+    Weights travel with the indices, and their gradients in a separate message.
 
-    With a `RowBudget` a token goes once for each round that has slots of it for the rank; "exact"
-    then has the bits of `AllToAllDispatcher` with that budget.
+    With a `RowBudget` a token goes to a rank once for each round in which it has slots there.
+    "exact" then has the bits of `AllToAllDispatcher` with the same budget.
 
     Args:
         num_experts: E, a multiple of the size of the group.
         group: process group.
         combine: "exact" or "reduced".
-        drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
+        drop_policy: rule that drops slots beyond the capacity of an expert, "position" or "score".
         average: see `TokenDispatcher`.
         wire: see `TokenDispatcher`.
 
     Raises:
-        ValueError: combine is neither, or the size of the group does not divide E.
+        ValueError: combine is unknown, or the size of the group does not divide E.
 
-    Reference: the dispatch of DeepEP and of nccl.ep sends a token once a rank in this way.
+    Reference: DeepEP and nccl.ep send a token once to each rank, too.
     """
 
     serves = frozenset(CAPABILITIES) - {"row_budget.static"}
@@ -302,7 +304,7 @@ class DedupDispatcher(AllToAllDispatcher):
         return self._telling_from(0, x, cut)
 
     def _telling_from(self, first: int, x: Tensor, cut: Cut = WHOLE) -> contextlib.ExitStack:
-        """Context that tells the ranks of these hops of a failure, the first hop's first."""
+        """Return a context that sends an error to the ranks of the hops from `first` on."""
         stack = contextlib.ExitStack()
         for hop in reversed(self._hops[first:]):
             stack.enter_context(hop.routing(x, Cut(cut.num_parts)))
@@ -318,9 +320,9 @@ class DedupDispatcher(AllToAllDispatcher):
         *,
         dtype: torch.dtype | None = None,
     ) -> BatchPlan:
-        """See `TokenDispatcher`; numbers of tokens follow from no counts, and are exchanged.
+        """See `TokenDispatcher`. Numbers of tokens are exchanged, since `counts` has none of them.
 
-        Rows travel in a dtype that need not be that of the tokens.
+        Rows travel in `dtype`, which may differ from that of the tokens.
         """
         dtype = x_TD.dtype if dtype is None else dtype
         journeys, arrived, all_slots = self._journeys(x_TD, choice, dtype, num_parts, weighed)
@@ -343,8 +345,8 @@ class DedupDispatcher(AllToAllDispatcher):
         """Plan the way of each part's tokens over all hops.
 
         Returns:
-            The journeys of the parts; the weights of the tokens that arrive, None where they are
-            not in a graph; tables of all slots, where some may be dropped.
+            The journeys of the parts; the weights of the tokens that arrive in each part, None if
+            they are not used; tables of all slots, if a capacity may drop some.
         """
         topk_idx_TK, topk_weights_TK, capacity, _, _ = choice
         in_graph = x_TD.requires_grad or topk_weights_TK.requires_grad
@@ -372,7 +374,7 @@ class DedupDispatcher(AllToAllDispatcher):
             idx, origin = [one.idx_UK for one in found], [one.origin_U for one in found]
             beside = [one.weights_UK for one in found if one.weights_UK is not None]
             limit, in_graph = found[0].expert_capacity, found[0].has_backward
-            # Tokens of the next hop, for their dtype alone.
+            # The next hop needs only the dtype and the width of the tokens.
             tokens_TD = tokens_TD.new_empty(1).expand(0, x_TD.shape[1])
         journeys = [self._journey(tuple(part), tokens_TD) for part in routes]
         weights: Sequence[Tensor | None] = [None] * num_parts
@@ -392,7 +394,7 @@ class DedupDispatcher(AllToAllDispatcher):
         dtype: torch.dtype,
         meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
-        """Send the tokens of a plan."""
+        """Send the tokens of a part."""
         first, last = journey.routes[0], journey.routes[-1]
         trip = _Trip(journey, weighted=self.combine_by == "reduced")
         x_TD = take_part(x_TD) if last.has_backward else x_TD
@@ -413,7 +415,7 @@ class DedupDispatcher(AllToAllDispatcher):
         return rows, journey.expand.expert_offsets, metadata
 
     def _plan_rounds(self, x_TD: Tensor, choice: Choice, budget: RowBudget) -> list[Round]:
-        """See `TokenDispatcher`; the slots of a round are those that `AllToAllDispatcher` sends."""
+        """See `TokenDispatcher`. A round has the same slots as with `AllToAllDispatcher`."""
         return [
             _TokenRound(**vars(one), topk_idx_TK=choice.topk_idx, dtype=x_TD.dtype)
             for one in super()._plan_rounds(x_TD, choice, budget)
@@ -438,7 +440,7 @@ class DedupDispatcher(AllToAllDispatcher):
     def _group_and_count(
         self, x_TD: Tensor, choice: Choice, num_parts: int = 1, *, with_rows: bool = True
     ) -> tuple[list[tuple[Tensor, ops.Permutation]], list[RowCounts]]:
-        # A rank that fails tells the others in the messages of the hops: they come first.
+        # The hops exchange messages first, because a rank that fails reports the error in them.
         topk_idx_TK, topk_weights_TK, capacity, _, _ = choice
         in_graph = x_TD.requires_grad or topk_weights_TK.requires_grad
         limit, none_TD = capacity, x_TD.detach()[:, :0]
@@ -462,21 +464,21 @@ class DedupDispatcher(AllToAllDispatcher):
         return [(none_TD, tables)], [counts]
 
     def _journey(self, routes: tuple[Route, ...], arrived_UD: Tensor) -> Journey:
-        """The tables by which the arrived rows are grouped by expert, and go back."""
+        """Make the tables that group the arrived rows by expert, and that bring results back."""
         last = routes[-1]
         top_k = last.idx_UK.shape[1]
         num_slots = sum(last.slots_received)
         here_S = _positions(last.idx_UK, num_slots)
         align = row_alignment(arrived_UD, num_slots, self.num_local_experts)
         none = arrived_UD.new_empty((num_slots, 0))
-        # Rows of an expert are in the order of the ranks that they come from, as without hops:
-        # the products for weight gradients add them up in this order.
+        # Rows of an expert are in the order of their first rank, as without hops. The products for
+        # weight gradients sum in this order, so their bits do not depend on the hops.
         by_origin = last.origin_U[here_S // top_k].argsort(stable=True)
         expert_S = last.idx_UK.view(-1)[here_S[by_origin]]
         _, tables = ops.permute_tokens(none, expert_S[:, None], self.num_local_experts, align=align)
         row, row_of_slot = tables.slot_of_row, torch.empty_like(tables.row_of_slot)
         row_of_slot[by_origin] = tables.row_of_slot
-        # Padding rows (-1) have no slot.
+        # Padding rows have index -1, and keep it as their slot.
         slot = by_origin[row.clamp(min=0)].where(row >= 0, -1) if num_slots else row
         by_slot = replace(tables, slot_of_row=slot, row_of_slot=row_of_slot)
         row_of_place = row_of_slot.new_full((last.idx_UK.numel(),), -1)
@@ -531,27 +533,27 @@ class DedupDispatcher(AllToAllDispatcher):
 
 
 class HierarchicalDispatcher(DedupDispatcher):
-    """Experts spread over a group of several nodes; a token goes once to each node, then to ranks.
+    """Sends a token once to each node that holds any of its experts, then on to the ranks there.
 
-    A token travels between nodes once for each node that holds any of its experts, to the rank of
-    the sender's place there. Inside the node it goes on as with `DedupDispatcher`: between nodes go
-    `(N - 1) * (1 - C(E - E/N, K) / C(E, K))` rows a token for N nodes and even routing. It takes
-    one more message and one more wait of the host than that.
+    Between nodes, a token goes to the rank that has the place of the sender in the other node. From
+    there it goes on inside the node, as with `DedupDispatcher`. For N nodes and even routing,
+    `(N - 1) * (1 - C(E - E/N, K) / C(E, K))` rows per token travel between nodes. This takes one
+    more message and one more wait of the host than `DedupDispatcher`.
 
-    All ranks of the group make it together.
+    All ranks of the group construct it together.
 
     Args:
         num_experts: E, a multiple of the size of the group.
         group: process group; each `node_size` consecutive ranks of it are on one node.
-        node_size: ranks of a node; None is LOCAL_WORLD_SIZE, as torchrun sets it.
-        combine: as for `DedupDispatcher`; "reduced" adds up inside the node, then over nodes.
-        drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
+        node_size: number of ranks per node; None takes LOCAL_WORLD_SIZE, which torchrun sets.
+        combine: see `DedupDispatcher`. "reduced" sums inside each node, then over nodes.
+        drop_policy: rule that drops slots beyond the capacity of an expert, "position" or "score".
         average: see `TokenDispatcher`.
-        wire: see `TokenDispatcher`; what goes to the experts is rounded once for both hops, what
-            comes back at each.
+        wire: see `TokenDispatcher`. Rows that go to the experts are rounded once for both hops, and
+            rows that come back at each hop.
 
     Raises:
-        ValueError: node_size is not known or does not divide the size of the group, or as for
+        ValueError: node_size is not known, or does not divide the size of the group; or see
             `DedupDispatcher`.
     """
 
@@ -568,7 +570,7 @@ class HierarchicalDispatcher(DedupDispatcher):
     ) -> None:
         known = os.environ.get("LOCAL_WORLD_SIZE", 0) if node_size is None else node_size
         check_group(group, "HierarchicalDispatcher", name="group")
-        # Before groups are made of it.
+        # Ranks compare node_size here, before they make groups by it.
         with Agreement("HierarchicalDispatcher", group) as agreement:
             self.node_size = int(known)
             if self.node_size < 1 or group_size(group) % self.node_size:
@@ -606,10 +608,10 @@ class HierarchicalDispatcher(DedupDispatcher):
 
 
 def _positions(idx_UK: Tensor, count: int) -> Tensor:
-    """Places of the `count` entries that name an expert, in their order."""
+    """Return the positions of the `count` entries that are an expert, not -1, in order."""
     return torch.nonzero_static(idx_UK.view(-1) >= 0, size=count).view(-1)
 
 
 def _with_dropped(slots: ops.Permutation, before: ops.Permutation) -> ops.Permutation:
-    """The tables of the slots that were kept, with the number that `before` says were dropped."""
+    """Return the tables of the kept slots, with the number of dropped slots of `before`."""
     return replace(slots, num_dropped=before.num_dropped)

@@ -1,4 +1,4 @@
-"""Dispatcher over `deep_ep`, written against its release 2.1.
+"""Dispatcher over the library `deep_ep`, release 2.1.
 
 Shapes: N rows given, C choices of each, D model, U rows received.
 """
@@ -39,13 +39,13 @@ LIBRARY = Library(
         "ElasticBuffer.combine": ("x", "handle", "topk_weights"),
     },
 )
-# Buffers of a group of ranks, by D and choices of a row; all layers share them.
+# Buffers of a process group, by D and number of choices per row. All layers share them.
 _buffers: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, int], Any]]
 _buffers = weakref.WeakKeyDictionary()
 
 
 class _DeepEp:
-    """The library, in its layout of one row a token and rank, with a fixed order of rows."""
+    """`Transport` over the library, with one row per token and rank, in a fixed order."""
 
     def __init__(self, num_experts: int, group: ProcessGroup) -> None:
         self._module: Any = importlib.import_module("deep_ep")
@@ -54,7 +54,7 @@ class _DeepEp:
     def dispatch(
         self, rows_ND: Tensor, idx_NC: Tensor, weights_NC: Tensor, num_received: int, most: int
     ) -> tuple[Any, Tensor, Tensor, Tensor]:
-        """See `Transport`; the library counts what it receives for itself, and the host waits."""
+        """See `Transport`. The library counts received rows again, and the host waits for it."""
         buffer = self._buffer(most, rows_ND.shape[1], idx_NC.shape[1])
         rows_UD, idx_UC, weights_UC, handle, _ = buffer.dispatch(
             rows_ND,
@@ -75,13 +75,13 @@ class _DeepEp:
     def combine(
         self, handle: Any, rows_UD: Tensor, grad_weights_UC: Tensor | None, *, backward: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Transport`; the library knows no direction."""
+        """See `Transport`. The library does not distinguish the backward pass."""
         buffer, made = handle
         rows_ND, grad_NC, _ = buffer.combine(rows_UD, made, topk_weights=grad_weights_UC)
         return rows_ND, grad_NC
 
     def _buffer(self, most: int, dim: int, num_choices: int) -> Any:
-        """The buffer for so many rows of a rank, made by all ranks together."""
+        """Return the buffer for `most` rows per rank, which all ranks make together."""
         known, key = _buffers.setdefault(self._ranks, {}), (dim, num_choices)
         if key not in known or known[key].num_max_tokens_per_rank < most:
             known[key] = self._module.ElasticBuffer(
@@ -90,33 +90,33 @@ class _DeepEp:
                 hidden=dim,
                 num_topk=num_choices,
                 deterministic=True,
-                # One sum, in one place, has one rounding.
+                # A single reduction rounds each sum once.
                 allow_multiple_reduction=False,
             )
         return known[key]
 
 
 class DeepEpDispatcher(LibraryDispatcher):
-    """Experts spread over a group of GPUs; `deep_ep` carries the rows, over NVLink and networks.
+    """Sends rows between GPUs by the library `deep_ep`, over NVLink and networks.
 
-    Written against DeepEP 2.1 (`ElasticBuffer`) and tested with a fake that has its signatures; it
-    has never run on a GPU. `combine`, buffers and failures are those of `NcclEpDispatcher`; rows of
-    an expert come in the order of ranks and tokens (`deterministic=True`). The library waits for
-    the host once more a dispatch, for the counts that it takes by itself.
+    Written for DeepEP 2.1 (`ElasticBuffer`) and tested with a fake that has its signatures; it has
+    never run on a GPU. `combine`, buffers and failures are as in `NcclEpDispatcher`. The rows of an
+    expert are in the order of ranks and tokens (`deterministic=True`). Each dispatch has one more
+    host synchronisation, for the counts that the library makes itself.
 
-    All ranks of the group make it together.
+    All ranks of the group construct it together.
 
     Args:
         num_experts: E, a multiple of the size of the group.
         group: process group of the backend nccl.
         combine: "exact" or "reduced".
-        drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
+        drop_policy: rule that drops slots beyond the capacity of an expert, "position" or "score".
         average: see `TokenDispatcher`.
 
     Raises:
-        RuntimeError: on every rank, where one has no GPU, no DeepEP 2.1, or functions of other
+        RuntimeError: on every rank, if one has no GPU, no DeepEP 2.1, or functions with other
             signatures.
-        ValueError: as for `DedupDispatcher`.
+        ValueError: see `DedupDispatcher`.
 
     Reference: deepseek-ai/DeepEP.
     """

@@ -1,7 +1,7 @@
-"""Dispatchers over libraries that carry tokens and their choices between GPUs as a whole.
+"""Base of dispatchers over libraries that send tokens together with their choices between GPUs.
 
-Shapes: T tokens, D model, K top-k, N rows that this rank gives the library and C choices of each, U
-    rows that it gets.
+Shapes: T tokens, D model, K top-k, N rows that this rank gives to the library with C choices each,
+    U rows that this rank receives.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from moe_ext.dispatch.dedup import DedupDispatcher
 from moe_ext.dispatch.token_exchange import Hop, Route
 from moe_ext.dispatch.wire import Formats, Wire
 
-# Device that the libraries run on; tests put fakes in their place, and the CPU here.
+# Device type on which the libraries run. Tests replace the libraries by fakes, and this by the CPU.
 DEVICE = "cuda"
 _ROW_ALIGNMENT = 16
 
 
 def has_device() -> bool:
-    """True if there is a device that the libraries run on."""
+    """Return True if torch finds a device on which the libraries run."""
     return bool(torch.get_device_module(DEVICE).is_available())
 
 
 def stream_of(device: torch.device) -> int:
-    """The current stream of a device as a number, which is how libraries take it."""
+    """Return the current stream of a device as a number, the form that libraries take."""
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
 @dataclass(frozen=True)
 class Library:
-    """A library, as the release has it that a dispatcher was written against.
+    """Library in the release for which a dispatcher was written.
 
     Attributes:
-        module: what is imported.
+        module: name of the module to import.
         distribution: name of its wheel.
-        release: how its version begins, "major.minor".
-        signatures: of each function or class that is called, the names of the arguments that it is
-            given.
+        release: first part of its version, "major.minor".
+        signatures: for each function or class that is called, the names of the arguments that are
+            passed.
     """
 
     module: str
@@ -62,14 +62,14 @@ class Library:
 
     @property
     def version(self) -> str | None:
-        """The version that is installed."""
+        """The installed version, or None."""
         try:
             return importlib.metadata.version(self.distribution)
         except importlib.metadata.PackageNotFoundError:
             return None
 
     def state(self) -> str:
-        """Text of `moe_ext.info`, without an import."""
+        """Return the text for `moe_ext.info`, without importing the library."""
         version = self.version
         if version is None:
             return f"absent: no package {self.distribution}"
@@ -78,7 +78,7 @@ class Library:
         return version if has_device() else f"{version}, which is not used: torch finds no GPU"
 
     def problem(self) -> str | None:
-        """Why it cannot be used here."""
+        """Return the reason why the library cannot be used here, or None."""
         version = self.version
         if version is None or not version.startswith(f"{self.release}."):
             return (
@@ -106,51 +106,51 @@ class Library:
 
 
 def require(owner: str, version: object, problem: str | None, group: ProcessGroup) -> None:
-    """Raise on every rank where one of them lacks a library, or has another version of it."""
+    """Raise on every rank if one of them lacks a library, or has another version of it."""
     check_group(group, owner, name="group")
     error = None if problem is None else RuntimeError(f"{owner}: {problem}")
     Agreement(owner, group).compare({"the version": version}, problem=error)
 
 
 class Transport(Protocol):
-    """Calls of a library. A handle stands for the choices of one dispatch."""
+    """Calls of a library. A handle identifies the choices of one dispatch."""
 
     def dispatch(
         self, rows_ND: Tensor, idx_NC: Tensor, weights_NC: Tensor, num_received: int, most: int
     ) -> tuple[Any, Tensor, Tensor, Tensor]:
-        """Bring each row once to every rank that has experts of it; collective.
+        """Send each row once to every rank that has experts of it. Collective.
 
         Args:
-            rows_ND: bfloat16.
-            idx_NC: int64, -1 for none.
-            weights_NC: float32.
+            rows_ND: rows, bfloat16.
+            idx_NC: experts of each row, int64, -1 for none.
+            weights_NC: weights of the experts, float32.
             num_received: U.
-            most: N of the rank that has most, the same on all.
+            most: largest N of all ranks.
 
         Returns:
             A handle; rows `[U, D]`; their choices `[U, C]`, counted from the first expert of this
-            rank, -1 for those of other ranks; weights `[U, C]`.
+            rank, -1 for experts of other ranks; weights `[U, C]`.
         """
 
     def send(self, handle: Any, rows_ND: Tensor) -> Tensor:
-        """Bring other rows the same way, in the backward pass; `[U, D]`, in the same order."""
+        """Send other rows the same way in the backward pass; return `[U, D]` in the same order."""
 
     def combine(
         self, handle: Any, rows_UD: Tensor, grad_weights_UC: Tensor | None, *, backward: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Add up what belongs to each row over the ranks, `[N, D]`, and `[N, C]` of weights."""
+        """Return sums over the ranks for each row, `[N, D]`, and gradients of weights `[N, C]`."""
 
 
 @dataclass(frozen=True)
 class _Handle:
-    """A handle of the library, with what it does not tell.
+    """Handle of a library, with facts that the library does not return.
 
     Attributes:
-        handle: the library's.
-        no_expert_N1: rows that no expert was chosen for, of which a library may return anything.
-        dim: D, the elements of a row.
-        sent: rows for other ranks.
-        received: rows from other ranks.
+        handle: handle of the library.
+        no_expert_N1: True for rows without an expert, for which a library may return any values.
+        dim: D, number of elements of a row.
+        sent: number of rows for other ranks.
+        received: number of rows from other ranks.
     """
 
     handle: Any
@@ -161,10 +161,10 @@ class _Handle:
 
 
 class LibraryHop(Hop):
-    """A hop over which a library carries the rows; the ranks compare their calls by `Hop.count`.
+    """Hop whose rows a library sends. The ranks compare their calls in `Hop.count`.
 
     With `combine="exact"` every slot is a row with one choice, so that the sum that comes back is
-    its result; with "reduced" a token is a row with K choices.
+    the result of the slot. With "reduced" a token is a row with K choices.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class LibraryHop(Hop):
         *,
         in_graph: bool,
     ) -> list[Route]:
-        """See `Hop`; the tokens travel with their choices."""
+        """See `Hop`. The tokens travel together with their choices."""
         _, (slots,), told = self.count(x_TD, idx, capacity, in_graph=in_graph)
         sent, slots_sent, _ = told.sent
         received, slots_received, tokens_of_ranks = told.received
@@ -230,7 +230,7 @@ class LibraryHop(Hop):
             sum(received) - received[rank],
         )
         _count(rows_ND, kept.sent)
-        # One row a token: the library adds up what comes back.
+        # `once` has one row per token, because the library sums the rows that come back.
         every = torch.arange(x_TD.shape[0], device=x_TD.device)
         return [
             Route(
@@ -253,7 +253,7 @@ class LibraryHop(Hop):
     def start_out(
         self, rows: Tensor, route: Route, name: str, *, format: str | None = None
     ) -> Callable[[], Tensor]:
-        """The tokens that came with their choices; all that comes later by their handle."""
+        """Return the tokens that came with their choices. Later rows are sent by the handle."""
         if route.arrived:
             return route.arrived.pop
         rows_ND = self._rows(rows, route.slots.top_k)
@@ -292,7 +292,7 @@ class LibraryHop(Hop):
         return _BringSums.apply(y_UD, self, route, name)
 
     def return_weights(self, routes: Sequence[Route], grads: Sequence[Tensor]) -> list[Tensor]:
-        """See `Hop`; a library takes weights beside rows alone, which are zero here."""
+        """See `Hop`. A library takes weights only together with rows, which are zeros here."""
         (route,), (grad_UC,) = routes, grads
         none_UD = grad_UC.new_zeros((grad_UC.shape[0], route.handle.dim), dtype=torch.bfloat16)
         _, back = self._combine(none_UD, grad_UC, route, "weights backward", backward=True)
@@ -328,7 +328,7 @@ class LibraryHop(Hop):
 
 
 class _BringSums(torch.autograd.Function):
-    """Sums over the ranks; the gradient of a sum goes to all ranks that it came from."""
+    """Sums results over the ranks. The gradient of a sum goes to all ranks that contributed."""
 
     @staticmethod
     def forward(ctx: Any, y_UD: Tensor, hop: LibraryHop, route: Route, name: str) -> Tensor:
@@ -350,15 +350,15 @@ def _count(rows: Tensor, num_others: int) -> None:
 
 
 class LibraryDispatcher(DedupDispatcher):
-    """Base of the dispatchers over a library; see `LibraryHop`.
+    """Base of the dispatchers over a library, see `LibraryHop`.
 
-    Whole batches and chunks of a `RowBudget` travel, parts for `overlap` do not. Rows are bfloat16,
-    and no `wire` codes them.
+    Whole batches and the rounds of a `RowBudget` are supported, but not `overlap` or a `wire`. Rows
+    are bfloat16.
     """
 
     serves = frozenset({"an ep_group of several ranks", "row_budget", "combine='reduced'"})
     library: Library
-    # A `Transport`, made of num_experts and the group.
+    # Class of the `Transport`, which is constructed from num_experts and the group.
     transport: type[Any]
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Dispatcher over `nccl.ep` of the wheel nccl-extensions, written against its release 0.1.
+"""Dispatcher over the library `nccl.ep` of the wheel nccl-extensions, release 0.1.
 
 Shapes: N rows given, C choices of each, D model, U rows received.
 """
@@ -43,27 +43,27 @@ LIBRARY = Library(
         "Tensor": ("buffer",),
     },
 )
-# Communicator of a group of ranks, and the library's groups by E and bytes of a row; all layers
-# share them.
+# For each process group, its communicator, and groups of the library by E and bytes of a row. All
+# layers share them.
 _groups: weakref.WeakKeyDictionary[ProcessGroup, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 class _Owned:
-    """An object of the library, destroyed with this one.
+    """Owner of an object of the library, which is destroyed with the owner.
 
     Attributes:
         value: the object.
-        needs: what must outlive it.
+        needs: objects that must outlive `value`.
     """
 
     def __init__(self, value: Any, *needs: object, size: int = 0) -> None:
         self.value, self.needs, self.size = value, needs, size
-        # At the end of the process the library is not asked any more.
+        # `destroy` is not called at the end of the process.
         weakref.finalize(self, value.destroy).atexit = False
 
 
 class _NcclEp:
-    """The library, in its high-throughput mode with flat rows, whose counts are known before."""
+    """`Transport` over the library's high-throughput mode, for flat rows with known counts."""
 
     def __init__(self, num_experts: int, group: ProcessGroup) -> None:
         self._ep: Any = importlib.import_module("nccl.ep")
@@ -115,7 +115,7 @@ class _NcclEp:
     def combine(
         self, handle: Any, rows_UD: Tensor, grad_weights_UC: Tensor | None, *, backward: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Transport`; in the backward pass the library takes no rows without weights."""
+        """See `Transport`. In the backward pass the library takes rows only with weights."""
         ep, (made, sent, received) = self._ep, handle
         rows_ND = rows_UD.new_empty((sent[0], rows_UD.shape[1]))
         inputs, outputs = {"tokens": ep.Tensor(rows_UD)}, {"tokens": ep.Tensor(rows_ND)}
@@ -136,7 +136,7 @@ class _NcclEp:
         return rows_ND, grad_NC
 
     def _group(self, most: int, row_bytes: int) -> _Owned:
-        """The library's group for so many rows of a rank, made by all ranks together."""
+        """Return the library's group for `most` rows per rank, which all ranks make together."""
         known = _groups.setdefault(self._ranks, {})
         if "communicator" not in known:
             make: Callable[..., Any] = importlib.import_module(
@@ -158,30 +158,30 @@ class _NcclEp:
 
 
 class NcclEpDispatcher(LibraryDispatcher):
-    """Experts spread over a group of GPUs; `nccl.ep` carries the rows, over NVLink and networks.
+    """Sends rows between GPUs by the library `nccl.ep`, over NVLink and networks.
 
-    Written against nccl-extensions 0.1 and tested with a fake that has its signatures; it has never
-    run on a GPU. `combine="reduced"` sends a token once to a rank, as `DedupDispatcher` does, and
-    the library adds up what comes back, in its order and precision. `combine="exact"` gives the
-    library every slot as a row of its own: as many rows as `AllToAllDispatcher` sends, added up in
-    the order of slots. Buffers grow to the tokens of the rank that has most, at the same call on
-    all ranks. The order of the rows of an expert is the library's, and with it the order in which
-    its weight gradients are summed.
+    Written for nccl-extensions 0.1 and tested with a fake that has its signatures; it has never run
+    on a GPU. `combine="reduced"` sends a token once to each rank, as `DedupDispatcher` does, and
+    the library sums the results, in its order and precision. `combine="exact"` gives every slot to
+    the library as a separate row. These are as many rows as `AllToAllDispatcher` sends, and they
+    are summed in the order of slots. Buffers grow to the largest number of tokens of a rank, in the
+    same call on all ranks. The library determines the order of the rows of an expert, and so the
+    order in which weight gradients are summed.
 
-    All ranks of the group make it together. A rank that ends inside a call of the library is found
-    by the library's timeout.
+    All ranks of the group construct it together. If a rank ends inside a call of the library, the
+    timeout of the library ends the call on the other ranks.
 
     Args:
         num_experts: E, a multiple of the size of the group.
         group: process group of the backend nccl.
         combine: "exact" or "reduced".
-        drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
+        drop_policy: rule that drops slots beyond the capacity of an expert, "position" or "score".
         average: see `TokenDispatcher`.
 
     Raises:
-        RuntimeError: on every rank, where one has no GPU, no nccl-extensions 0.1, or functions of
+        RuntimeError: on every rank, if one has no GPU, no nccl-extensions 0.1, or functions with
             other signatures.
-        ValueError: as for `DedupDispatcher`.
+        ValueError: see `DedupDispatcher`.
 
     Reference: NVIDIA/nccl-extensions.
     """

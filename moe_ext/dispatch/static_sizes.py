@@ -1,4 +1,4 @@
-"""Rounds whose sizes follow from no count, so that the host need not know one before rows travel.
+"""Rounds whose sizes do not depend on counts, so that rows travel before the host knows counts.
 
 Shapes: T tokens, D model, E experts, K top-k, P ranks, L = E/P local experts.
 """
@@ -28,24 +28,25 @@ if TYPE_CHECKING:
 def static_rounds(
     dispatcher: TokenDispatcher, x_TD: Tensor, choice: Choice, budget: RowBudget
 ) -> tuple[Round, Callable[[], list[Round]]]:
-    """Rounds in which each rank sends equally many rows to each, whatever the router says.
+    """Plan rounds in which each rank sends equally many rows to each rank, for any routing.
 
-    The rows of a pair of ranks beyond `max_rows / P` go in further rounds, or are dropped. On a
-    device with streams the ranks compare their calls as `agree` does with `repeats`, and nothing
-    waits for the device before the other rounds are asked for.
+    Rows of a pair of ranks beyond `max_rows / P` go in further rounds, or are dropped. On a device
+    with streams the ranks compare their calls by an `Agreement` with `repeats`. The host does not
+    wait for the device before the further rounds are requested.
 
     Args:
-        dispatcher: whose `send` and `combine` take the rounds.
-        x_TD: as in `TokenDispatcher.plan`.
-        choice: as there.
-        budget: at least P rows.
+        dispatcher: dispatcher whose `send` and `combine` run the rounds.
+        x_TD: see `TokenDispatcher.plan`.
+        choice: see `TokenDispatcher.plan`.
+        budget: budget of at least P rows.
 
     Returns:
-        The first round; and what gives the others, as many on every rank. To be called once the
-        first round's work is queued: it waits for the counts, which the device had before.
+        The first round, and a function that returns the further rounds, equally many on every rank.
+        Call it when the work of the first round is queued. It waits for the counts, which come
+        before that work on the device.
 
     Raises:
-        ValueError: as `TokenDispatcher.plan`.
+        ValueError: see `TokenDispatcher.plan`.
         RuntimeError: a CUDA graph is captured, and rows may be left for further rounds.
         RankFailureError: a rank died or did not answer.
     """
@@ -101,7 +102,7 @@ def static_rounds(
     on_host = HostCopy(most_11)
 
     def others() -> list[Round]:
-        # NOTE: device-to-host sync, behind the queued work of the first round.
+        # NOTE: device-to-host sync, when the work of the first round is queued.
         ((most,),) = on_host.rows()
         return [part(number) for number in range(1, -(-most // share))]
 
@@ -110,13 +111,13 @@ def static_rounds(
 
 @contextlib.contextmanager
 def telling_in_agreement(dispatcher: TokenDispatcher, device: torch.device) -> Iterator[None]:
-    """Tell the other ranks when code before `static_rounds` fails, in the place of its facts."""
+    """Context that sends an error inside to the other ranks, in place of their facts."""
     try:
         yield
     except Exception as error:
         if dispatcher.group is not None and not is_told(error):
             mark_told(error)
-            # The error of this rank says more than that of the agreement.
+            # The agreement raises an error as well. The original error says more, and is kept.
             with contextlib.suppress(ValueError, TypeError, RuntimeError):
                 _agree(dispatcher, device, {}, error)
         raise
@@ -128,7 +129,8 @@ def _agree(
     facts: dict[str, object],
     problem: Exception | None = None,
 ) -> None:
-    # The messages of a graph are those of the pass before it was captured.
+    # While a graph is captured nothing is compared, because its messages are those of the pass
+    # before, which the ranks have compared.
     if not is_capturing(device):
         options = dispatcher._calls.options or {}
         facts = {**dispatcher._calls.first_facts(), **facts, "options": options}

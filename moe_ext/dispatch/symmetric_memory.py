@@ -1,4 +1,4 @@
-"""Dispatcher over torch's symmetric memory, written against torch 2.13, whose API may change.
+"""Dispatcher over torch's symmetric memory, for torch 2.13; the API of torch may change.
 
 Shapes: N rows sent, R rows received, D model, P ranks, B bytes of a row.
 """
@@ -28,23 +28,23 @@ _SCHEMA = (
     "symm_mem::all_to_all_vdev(Tensor input, Tensor(a!) out, Tensor in_splits, "
     "Tensor(a!) out_splits_offsets, str group_name) -> ()"
 )
-# NOTE: The kernel cuts what comes from a rank into equal parts, 64 or 16 of all ranks together once
-# the memory is this large, and refuses bytes that they do not divide.
+# NOTE: The kernel cuts the bytes from a rank into equal parts, and refuses bytes that the number of
+# parts does not divide. From _LEAST_BYTES of memory on, all ranks together have 64 or 16 parts.
 _ROW_ALIGNMENT = 64
 _LEAST_BYTES = 8 * 2**20
-# Memories of a group, by device, rows and bytes of a row; all layers share them.
+# Memories of a process group, by device, rows and bytes of a row. All layers share them.
 _memories: weakref.WeakKeyDictionary[ProcessGroup, dict[Any, _Memory]]
 _memories = weakref.WeakKeyDictionary()
 
 
 def state() -> str:
-    """Text of `moe_ext.info`."""
+    """Return the text for `moe_ext.info`."""
     found = problem()
     return "available" if found is None else f"not used: {found}"
 
 
 def problem() -> str | None:
-    """Why it cannot be used here."""
+    """Return the reason why symmetric memory cannot be used here, or None."""
     operation = getattr(torch.ops.symm_mem, "all_to_all_vdev", None)
     schema = None if operation is None else str(operation.default._schema)
     if schema != _SCHEMA:
@@ -59,9 +59,9 @@ def problem() -> str | None:
 class _Memory:
     """Memory of equal size on all ranks, which make it together.
 
-    Ranks read what others have in `rows`, and write into `offsets` of others. A rank that is ahead
-    may do so while this one is at the call before, but not two calls ahead, since every call has a
-    barrier: so calls take turns with two of each.
+    In a call, ranks read the rows of other ranks, and write into their offsets. A rank may be one
+    call ahead of another, but not two, since every call has a barrier. Calls therefore alternate
+    between two sets of these tensors, `turns`.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, rows: int, row_bytes: int):
@@ -85,27 +85,27 @@ class _Memory:
 
 
 class SymmetricMemoryDispatcher(AllToAllDispatcher):
-    """Experts spread over a group of GPUs; rows travel by NVSHMEM through torch's symmetric memory.
+    """Sends rows between GPUs by NVSHMEM, through torch's symmetric memory.
 
-    Written against `torch.ops.symm_mem.all_to_all_vdev` of torch 2.13 and tested with a stand-in
-    for its kernel; it has never run on a GPU. The bits are those of `AllToAllDispatcher`. The
-    memory has one size on all ranks: rows beyond `max_rows` are refused on all of them, by one
-    message more for each dispatch; under a `RowBudget` of at most `max_rows` they go in further
-    rounds.
+    Written for `torch.ops.symm_mem.all_to_all_vdev` of torch 2.13 and tested with a stand-in for
+    its kernel; it has never run on a GPU. The bits are those of `AllToAllDispatcher`. The memory
+    has the same size on all ranks. If a rank has more than `max_rows` rows, all ranks raise an
+    error, which takes one more message for each dispatch. With a `RowBudget` of at most `max_rows`
+    these rows go in further rounds.
 
-    All ranks of the group make it together.
+    All ranks of the group construct it together.
 
     Args:
         num_experts: E, a multiple of the size of the group.
-        group: process group, of a power of two of ranks.
-        max_rows: rows that a rank sends, or receives, at once at most, the same on every rank.
-        drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
+        group: process group, whose number of ranks is a power of two.
+        max_rows: most rows that a rank sends or receives at once; the same on every rank.
+        drop_policy: rule that drops slots beyond the capacity of an expert, "position" or "score".
         average: see `TokenDispatcher`.
         wire: see `TokenDispatcher`.
 
     Raises:
-        RuntimeError: on every rank, where one has no GPU, no NVSHMEM, or another signature.
-        ValueError: sizes out of range, or as for `AllToAllDispatcher`.
+        RuntimeError: on every rank, if one has no GPU, no NVSHMEM, or another signature.
+        ValueError: sizes are out of range; or see `AllToAllDispatcher`.
     """
 
     serves = AllToAllDispatcher.serves - {"overlap", "rebalance"}
@@ -141,7 +141,7 @@ class SymmetricMemoryDispatcher(AllToAllDispatcher):
         *,
         group: ProcessGroup,
     ) -> None:
-        """All-to-all of rows, as `all_to_all_single`."""
+        """Exchange rows, with the arguments of `all_to_all_single`."""
         if max(out.shape[0], sent.shape[0]) > self.max_rows:
             raise self._no_room(max(out.shape[0], sent.shape[0]), "here")
         num_bytes = sent.shape[1] * sent.element_size()
@@ -155,7 +155,8 @@ class SymmetricMemoryDispatcher(AllToAllDispatcher):
         memory.turns.reverse()
         rows[: sent.shape[0], :num_bytes] = sent_NB
         if len(set(send)) == 1:
-            # Equal splits, as in static mode, copy nothing from the host: a graph can hold it.
+            # Equal splits, as with a static row budget, need no copy from the host, so that a CUDA
+            # graph can capture the call.
             splits.fill_(send[0])
         else:
             splits.copy_(torch.tensor(send, dtype=torch.int64), non_blocking=True)
@@ -166,7 +167,7 @@ class SymmetricMemoryDispatcher(AllToAllDispatcher):
         self, x_TD: Tensor, choice: Choice, num_parts: int = 1, *, with_rows: bool = True
     ) -> tuple[list[tuple[Tensor, ops.Permutation]], list[RowCounts]]:
         grouped, told = super()._group_and_count(x_TD, choice, num_parts, with_rows=with_rows)
-        # Rounds, which have no rows yet, are cut to their bound.
+        # Without rows, the counts are for rounds, which are cut to at most `max_rows` anyway.
         if with_rows:
             (counts,) = told
             most = max(sum(counts.sent), sum(counts.received))

@@ -1,7 +1,7 @@
-"""The way of tokens over hops, each an exchange over a group: what each rank is sent, and back.
+"""Way of tokens over hops and back. A hop is an exchange between the ranks of a group.
 
-Shapes: T tokens, D model, E experts, K top-k, P ranks of a hop, L = E/P experts behind each of
-    them, U rows of tokens that travel, S slots whose expert is behind another rank or this one.
+Shapes: T tokens, D model, E experts, K top-k, P ranks of a hop, L = E/P experts behind each rank,
+    U rows of tokens that travel, S slots with an expert, on the sending or the receiving side.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from moe_ext.dispatch.wire import LOSSLESS, Formats, Wire, decode, encode
 
 @dataclass(frozen=True)
 class Route:
-    """The way of some tokens over one hop.
+    """Way of some tokens over one hop.
 
     Attributes:
         once: tokens grouped by rank, `[U]` rows: one for each rank that holds experts of a token.
         slots: slots grouped by rank, `[S]` rows.
-        sent: rows of tokens for each rank.
-        received: rows of tokens from each rank.
-        slots_sent: slots behind each rank.
-        slots_received: slots that each rank's tokens have here.
-        idx_UK: of every received token, its experts behind this rank; -1 for the others.
-        origin_U: of every received token, the rank of the first hop that it comes from.
-        weights_UK: of every received token, the weights of all its experts; None where none travel.
-        expert_capacity: rows that an expert gets at most; None without limit.
-        has_backward: whether tokens of some rank get a gradient.
-        arrived: the received tokens themselves where they came with their indices, until used.
-        handle: what a library that carries the rows knows of this way.
-        layer: that runs, for messages of the backward pass.
+        sent: number of token rows for each rank.
+        received: number of token rows from each rank.
+        slots_sent: number of slots with an expert behind each rank.
+        slots_received: number of slots here of each rank's tokens.
+        idx_UK: for every received token, its experts behind this rank; -1 for other experts.
+        origin_U: for every received token, the rank of the first hop that sent it.
+        weights_UK: for every received token, the weights of all its experts; None if weights do not
+            travel.
+        expert_capacity: largest number of rows of an expert; None for no limit.
+        has_backward: whether tokens of any rank get a gradient.
+        arrived: the received tokens, if they came with their indices; empty once they are used.
+        handle: handle of a library that sends the rows.
+        layer: the layer that runs, for error messages in the backward pass.
     """
 
     once: ops.Permutation
@@ -63,18 +64,18 @@ class Route:
     layer: Any = field(default_factory=running.get)
 
     def take_once(self, x_TD: Tensor) -> Tensor:
-        """The rows `[U, D]` that travel."""
+        """Return the rows `[U, D]` that travel."""
         if x_TD.dtype == torch.uint8:
             return x_TD[self.once.slot_of_row // self.once.top_k]
         return torch.ops.moe_ext._gather_tokens(x_TD, self.once.slot_of_row, self.once.top_k)
 
 
 class Hop(AllToAllDispatcher):
-    """An exchange between ranks that each stand for an equal run of experts.
+    """Exchange between ranks, behind each of which is an equal run of experts.
 
     Args:
-        owner: name for messages.
-        num_experts: E of the runs together.
+        owner: name for error messages.
+        num_experts: E, number of experts of all runs together.
         group: the P ranks.
         combine: see `DedupDispatcher`.
         average: see `TokenDispatcher`.
@@ -104,16 +105,16 @@ class Hop(AllToAllDispatcher):
         *,
         in_graph: bool,
     ) -> list[Route]:
-        """Find out which rows of each part travel where, and tell the receivers what they are.
+        """Plan the routes of each part's rows, and send facts about the rows to the receivers.
 
-        That is the experts `[T, K]`, the weights `[T, K]` where they are wanted, and the origin
-        `[T]` of later hops; of all parts in the same messages.
+        These are the experts `[T, K]`, the weights `[T, K]` if given, and, except in the first hop,
+        the origin `[T]`. All parts share the messages.
         """
         once, slots, told = self.count(x_TD, idx, capacity, in_graph=in_graph)
         (sent, slots_sent, _), (received, slots_received, tokens_received) = (
             (found[::3], found[1::3], found[2::3]) for found in (told.sent, told.received)
         )
-        # Two bytes an index where they do.
+        # Indices take two bytes if this is enough.
         narrow = torch.int16 if self.num_experts < 2**15 else torch.int32
         columns = []
         for i, idx_TK in enumerate(idx):
@@ -156,24 +157,24 @@ class Hop(AllToAllDispatcher):
     def count(
         self, x_TD: Tensor, idx: Sequence[Tensor], capacity: int | None, *, in_graph: bool
     ) -> tuple[list[ops.Permutation], list[ops.Permutation], ExchangedCounts]:
-        """Tell every rank how much it gets; this rank's tokens and slots, grouped by rank."""
+        """Exchange the numbers of tokens and slots; group this rank's tokens and slots by rank."""
         once, slots, own = list[ops.Permutation](), list[ops.Permutation](), list[Tensor]()
         with self.routing(x_TD):
             self._check_dtype(x_TD)
             for idx_TK in idx:
                 target_TK = idx_TK.div(self.num_local_experts, rounding_mode="floor")
-                # A number of no expert is one of no rank.
+                # Negative indices are kept: division would turn an invalid -2 into -1, no rank.
                 target_TK = target_TK.where(idx_TK >= 0, idx_TK)
                 again_TKK = target_TK[:, :, None] == target_TK[:, None, :]
                 once_TK = target_TK.masked_fill(again_TKK.tril(-1).any(-1), -1)
-                # Rows without columns: only the tables are wanted, and they cost no row.
+                # The rows have no columns, because only the tables are needed.
                 none_TD = x_TD.new_empty((idx_TK.shape[0], 0))
                 try:
                     for target, tables in ((once_TK, once), (target_TK, slots)):
                         tables.append(ops.permute_tokens(none_TD, target, self.num_ranks)[1])
                         own.append(tables[-1].num_tokens_per_expert)
                 except RuntimeError:
-                    # The error of an expert, in the place of its rank's.
+                    # This call raises an error that names the index of the expert, not of a rank.
                     ops.permute_tokens(none_TD, idx_TK, self.num_experts)
                     raise
                 own.append(torch.full_like(own[-1], idx_TK.shape[0]))
@@ -184,7 +185,7 @@ class Hop(AllToAllDispatcher):
     def start_out(
         self, rows: Tensor, route: Route, name: str, *, format: str | None = None
     ) -> Callable[[], Tensor]:
-        """Begin to bring the rows of tokens out that a route takes; what waits for them."""
+        """Begin to send the rows of a route; return a function that waits for received rows."""
         with in_layer(route.layer):
             return start_rows(
                 route.take_once(rows),
@@ -205,10 +206,10 @@ class Hop(AllToAllDispatcher):
         slots: bool,
         backward: bool,
     ) -> Callable[[], Tensor]:
-        """Begin to send rows the way back, results or gradients; what waits for them.
+        """Begin to send results or gradients back; return a function that waits for them.
 
-        Rows of slots come in the order of `route.slots`, those of tokens in that of `route.once`.
-        Gradients are multiplied by the factor of `TokenDispatcher`.
+        Rows of slots arrive in the order of `route.slots`, and rows of tokens in that of
+        `route.once`. Gradients are multiplied by the factor of `TokenDispatcher`.
         """
         splits = (route.slots_received, route.slots_sent) if slots else (route.received, route.sent)
         with in_layer(route.layer):
@@ -222,7 +223,7 @@ class Hop(AllToAllDispatcher):
         formats: Formats,
         meanwhile: Callable[[], None] | None,
     ) -> Tensor:
-        """Add up at home what each token has on the ranks, `[T, D]`; differentiable."""
+        """Send results back, and sum those of each token, `[T, D]`. Differentiable."""
         back_UD = self.exchange_rows(
             y_UD,
             route.received,
@@ -235,14 +236,14 @@ class Hop(AllToAllDispatcher):
         return ops.unpermute_tokens(back_UD, route.once)
 
     def return_weights(self, routes: Sequence[Route], grads: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients of the weights `[T, K]` of each part, of those that arrived."""
+        """Send gradients of received weights back; return those of each part, `[T, K]`."""
         sent, received = [route.sent for route in routes], [route.received for route in routes]
         joined = join_parts(grads, received)
         name = "weights backward"
         with in_layer(routes[0].layer):
             back = self._start_back(joined, total(received), total(sent), name, None, backward=True)
         parts = zip(split_parts(back(), sent), routes, strict=True)
-        # A slot is on one rank: the others add zeros.
+        # A slot is on one rank, so the other ranks add zeros to its gradient.
         return [ops.unpermute_tokens(part, route.once) for part, route in parts]
 
     def _start_back(
@@ -276,12 +277,12 @@ class Hop(AllToAllDispatcher):
         received: Sequence[Sequence[int]],
         tokens_received: Sequence[Sequence[int]],
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """Columns of the tokens `[U, ...]` that arrive, and the tokens where they come along."""
+        """Send columns; return the tokens that arrive with them, if any, and columns `[U, ...]`."""
         rows = []
         for column, tables in zip(columns, once, strict=True):
             token_U = tables.slot_of_row // tables.top_k
             rows.append(packed([each[token_U] for each in column]))
-        # One message; Gloo sends no int16, so all goes as bytes.
+        # All columns travel in one message, and as bytes, because Gloo does not send int16.
         arrived = collectives.all_to_all(
             join_parts(rows, sent),
             self.group,
@@ -292,14 +293,14 @@ class Hop(AllToAllDispatcher):
         return [], [unpacked(part, columns[0]) for part in split_parts(arrived, received)]
 
     def _from_first_here(self, idx_UK: Tensor) -> Tensor:
-        """Experts behind this rank, counted from 0; -1 for the others."""
+        """Return the experts behind this rank, counted from its first one; -1 for others."""
         local_UK = idx_UK.to(torch.int64) - group_rank(self.group) * self.num_local_experts
         here_UK = (local_UK >= 0) & (local_UK < self.num_local_experts)
         return local_UK.where(here_UK, -1)
 
 
 def packed(columns: Sequence[Tensor]) -> Tensor:
-    """Columns `[N, ...]` of any dtypes as rows of bytes."""
+    """Join columns `[N, ...]` of any dtypes to rows of bytes."""
     widths = [column.shape[1] * column.element_size() for column in columns]
     return torch.cat(
         [
@@ -311,24 +312,25 @@ def packed(columns: Sequence[Tensor]) -> Tensor:
 
 
 def unpacked(rows_NB: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The columns that were packed to these rows."""
+    """Split the rows of `packed` into columns of the shapes and dtypes of `like`."""
     widths = [column.shape[1] * column.element_size() for column in like]
-    # Copies, since a part of a single row passes for contiguous, and starts anywhere.
+    # The parts are copied for their alignment. A part of a single row counts as contiguous, but may
+    # start at any byte.
     parts = [part.clone(memory_format=torch.contiguous_format) for part in rows_NB.split(widths, 1)]
     return [part.view(column.dtype) for part, column in zip(parts, like, strict=True)]
 
 
 @dataclass(frozen=True)
 class Journey:
-    """All hops of a dispatch, and how the rows that arrive are grouped by expert.
+    """Way of tokens over all hops of a dispatch, and tables that group the arrived rows by expert.
 
     Attributes:
-        hops: in the order of the way out.
-        routes: one for each hop.
-        expand: groups the slots of the arrived tokens by expert; slots are those of the tokens.
-        by_slot: the same rows by their number among the slots that are here.
-        places: for each hop but the first, where the slots of the tokens before it are that come
-            back over it: a permutation of them from the order of ranks to that of slots.
+        hops: the hops, in the order of the way out.
+        routes: one route for each hop.
+        expand: permutation that groups the slots `[U * K]` of the arrived tokens by expert.
+        by_slot: the same permutation, with slots numbered among those that have an expert here.
+        places: for each hop except the first, the permutation of the slots that come back over it,
+            from the order of ranks to the order of slots in the hop before.
     """
 
     hops: tuple[Hop, ...]
@@ -338,9 +340,10 @@ class Journey:
     places: tuple[ops.Permutation, ...]
 
     def start_out(self, x_TD: Tensor, name: str, format: str | None) -> Callable[[], Tensor]:
-        """Begin to bring tokens to their experts; what waits for the rows `[U, D]`.
+        """Begin to send tokens to their experts; return a function that waits for rows `[U, D]`.
 
-        Coded once for all hops, of which the first one runs beside the caller; "lossless" for each.
+        Rows are coded once for all hops, but by "lossless" for each hop. Only the first hop
+        overlaps with work of the caller.
         """
         each = format if format == LOSSLESS else None
         rows, route = encode(x_TD, format), self.routes[0]
@@ -356,18 +359,18 @@ class Journey:
 
     @property
     def wire(self) -> Wire:
-        """Formats of the rows."""
+        """Formats in which the rows travel."""
         return self.hops[0].wire
 
     def spread(self, grad_UD: Tensor, *, weighted: bool) -> Tensor:
-        """Gradients of the rows of experts, of the gradients of the sums that they are in."""
+        """Return the gradients of the rows of experts, given those of the sums over the rows."""
         expand, weights_UK = self.expand, self.routes[-1].weights_UK
         grad_rows: Tensor = torch.ops.moe_ext._gather_tokens(
             grad_UD, expand.slot_of_row, expand.top_k
         )
         if weighted:
             assert weights_UK is not None
-            # One more entry for padding rows (-1), which are zero.
+            # Padding rows have slot -1, and so take the extra last weight. They are zero.
             weights = torch.cat([weights_UK.view(-1), weights_UK.new_zeros(1)])
             grad_wide = grad_rows.to(weights.dtype) * weights[expand.slot_of_row, None]
             grad_rows = grad_wide.to(grad_rows.dtype)
@@ -377,14 +380,14 @@ class Journey:
     def return_sums(
         self, y_UD: Tensor, name: str, formats: Formats, meanwhile: Callable[[], None] | None
     ) -> Tensor:
-        """Add up on the way back what each token has on the ranks, `[T, D]`; differentiable."""
+        """Send results back, and sum those of each token at every hop, `[T, D]`. Differentiable."""
         last = self.hops[0]
         for hop, route in zip(reversed(self.hops), reversed(self.routes), strict=True):
             y_UD = hop.bring_sums(y_UD, route, name, formats, meanwhile if hop is last else None)
         return y_UD
 
     def start_sums(self, grad_UD: Tensor, name: str, format: str | None) -> Callable[[], Tensor]:
-        """The same of gradients, in no graph; what waits for them."""
+        """Begin to do the same for gradients, without a graph; return a function that waits."""
         between = [route.once for route in self.routes[1:]]
         wait = self._start_back(grad_UD, between, name, format, slots=False, backward=True)
         return lambda: ops.unpermute_tokens(wait(), self.routes[0].once)
@@ -392,7 +395,10 @@ class Journey:
     def start_slots(
         self, rows: Tensor, name: str, format: str | None, *, backward: bool
     ) -> Callable[[], Tensor]:
-        """Begin to bring slots `[S, D]` back, ordered as `routes[0].slots`; what waits for them."""
+        """Begin to send slots back; return a function that waits for them, `[S, D]`.
+
+        The slots are then in the order of `routes[0].slots`.
+        """
         rows_SD = ops.unpermute_tokens(rows, self.by_slot)
         return self._start_back(rows_SD, self.places, name, format, slots=True, backward=backward)
 
@@ -406,9 +412,9 @@ class Journey:
         slots: bool,
         backward: bool,
     ) -> Callable[[], Tensor]:
-        """Bring rows back over all hops but the first, and begin that one; what waits for it.
+        """Send rows back over all hops; return a function that waits for the first hop.
 
-        `between` puts the rows of each hop but the first in the order of the one before it.
+        `between` brings rows of each later hop into the order of the hop before it.
         """
         way: dict[str, bool] = {"slots": slots, "backward": backward}
         for i in reversed(range(len(self.hops))):
@@ -420,7 +426,7 @@ class Journey:
 
 
 def return_weights(journeys: Sequence[Journey], grads: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of the weights `[T, K]` of each part, of those where the experts are."""
+    """Send gradients of weights back over all hops; return those of each part, `[T, K]`."""
     found = list(grads)
     for i in reversed(range(len(journeys[0].hops))):
         routes = [journey.routes[i] for journey in journeys]

@@ -20,14 +20,14 @@ from moe_ext.comm.coded_rows import Payloads
 from moe_ext.comm.rates import Rehearsal, Rehearsed
 from moe_ext.ops.quantize import ROW_SCALES, row_bytes
 
-# Formats that code each row by itself, and the one that codes all rows for a rank as a whole.
+# Formats that code each row separately, and the format that codes all rows for a rank together.
 ROW_WIRES = (None, *ROW_SCALES)
 LOSSLESS = "lossless"
 WIRES = (*ROW_WIRES, LOSSLESS)
-# Bytes that normally distributed numbers take: see `ops.encode_exponents`.
+# Coded bytes per byte for normally distributed numbers, see `ops.encode_exponents`.
 _SHARES = {torch.float32: 26.8 / 32, torch.bfloat16: 10.8 / 16, torch.float16: 13.8 / 16}
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-# Elements of a row whose coding is measured.
+# Number of elements of a row in measurements of the coding rate.
 REHEARSED_DIM = 1024
 # Formats of the rows of an exchange and of their gradients; None is the dtype of the rows.
 Formats = tuple[str | None, str | None]
@@ -35,18 +35,18 @@ Formats = tuple[str | None, str | None]
 
 @dataclass(frozen=True)
 class Wire:
-    """Formats in which rows travel, each of the four ways of a step by itself.
+    """Formats in which rows travel, for each of the four exchanges of a step.
 
-    None sends rows as they are; "int8", "fp8" and "mx" are formats of `ops.quantize_rows`: codes of
-    one byte, and scales beside them in the same message. Gradients pass the rounding as if it were
-    not there (straight-through), and are rounded for themselves where it is asked for. "lossless"
-    keeps every bit: `ops.encode_exponents` codes all rows for a rank, after a message of 8 bytes to
-    each rank that tells the lengths.
+    None sends rows unchanged. "int8", "fp8" and "mx" are formats of `ops.quantize_rows`: codes of
+    one byte, with scales in the same message. The backward pass ignores this rounding
+    (straight-through); gradients are rounded only by their own format. "lossless" keeps every bit:
+    `ops.encode_exponents` codes all rows for a rank, and a message of 8 bytes to each rank sends
+    the lengths first.
 
-    The string that `Dispatch(wire=)` takes in the place of a `Wire` sets `dispatch` and
-    `backward_dispatch`, as in DeepSeek-V3: what goes to the experts is rounded, where it is the
-    input of one product; what comes back is not, since it is added to a residual stream that all
-    layers before or after it read. "lossless" sets all four.
+    A string for `Dispatch(wire=)`, instead of a `Wire`, sets `dispatch` and `backward_dispatch`, as
+    in DeepSeek-V3. Rows that go to the experts are rounded, since they are the input of one
+    product. Rows that come back are not rounded, since they are added to a residual stream, which
+    other layers read too. "lossless" sets all four.
 
     Args:
         dispatch: tokens on their way to the experts.
@@ -55,7 +55,7 @@ class Wire:
         backward_combine: gradients of the tokens on their way back.
 
     Raises:
-        ValueError: a format is none of these.
+        ValueError: a format is unknown.
 
     Reference: DeepSeek-V3 Technical Report, 2024 (arXiv 2412.19437), section 3.3.3.
     """
@@ -71,7 +71,7 @@ class Wire:
 
     @classmethod
     def of(cls, owner: str, wire: Wire | str | None) -> Wire:
-        """The formats that a string stands for."""
+        """Return the formats for a string or a `Wire`."""
         if isinstance(wire, Wire):
             return wire
         check_choice(owner, "wire", wire, WIRES)
@@ -81,30 +81,30 @@ class Wire:
 
     @property
     def out(self) -> Formats:
-        """Formats of tokens on their way out, and of their gradients on the way back."""
+        """Formats of tokens on the way out, and of their gradients on the way back."""
         return self.dispatch, self.backward_combine
 
     @property
     def back(self) -> Formats:
-        """Formats of results on their way back, and of their gradients on the way out."""
+        """Formats of results on the way back, and of their gradients on the way out."""
         return self.combine, self.backward_dispatch
 
     @functools.cached_property
     def number(self) -> int:
-        """A number for each set of formats; 0 for none."""
+        """Number that identifies these formats; 0 if all are None."""
         return sum(WIRES.index(way) * len(WIRES) ** i for i, way in enumerate(astuple(self)))
 
     @classmethod
     def from_number(cls, number: int) -> Wire:
-        """The formats with that `number`."""
+        """Return the formats with this `number`."""
         count = len(WIRES)
         return cls(*(WIRES[number // count**i % count] for i in range(4)))
 
 
 def sent_row_bytes(format: str | None, dim: int, dtype: torch.dtype) -> int:
-    """Bytes of a row on its way: short ones may be no longer than their codes and scales.
+    """Return the bytes of a sent row: those of codes and scales, or of the plain row if fewer.
 
-    Of "lossless" the expected ones of normally distributed numbers.
+    For "lossless" these are the expected bytes for normally distributed numbers.
     """
     plain = dim * dtype.itemsize
     if format == LOSSLESS:
@@ -113,9 +113,9 @@ def sent_row_bytes(format: str | None, dim: int, dtype: torch.dtype) -> int:
 
 
 def encode(rows_ND: Tensor, format: str | None) -> Tensor:
-    """Encode rows: bytes `[N, B]`, or the rows as they are where coding saves none.
+    """Encode rows as bytes `[N, B]`, or return them unchanged if coding saves no bytes.
 
-    Of "lossless" too, which is for all rows of a message: see `encode_messages`.
+    "lossless" leaves rows unchanged too, because `encode_messages` codes all rows of a message.
     """
     dim, dtype = rows_ND.shape[1], rows_ND.dtype
     if format in (None, LOSSLESS) or sent_row_bytes(format, dim, dtype) == dim * dtype.itemsize:
@@ -124,7 +124,7 @@ def encode(rows_ND: Tensor, format: str | None) -> Tensor:
 
 
 def decode(sent: Tensor, format: str | None, dim: int, dtype: torch.dtype) -> Tensor:
-    """The rows `[N, D]` of what `encode` gave for rows of that size and dtype."""
+    """Return the rows `[N, D]` of a result of `encode`, given their size and dtype."""
     if format in (None, LOSSLESS) or sent_row_bytes(format, dim, dtype) == dim * dtype.itemsize:
         return sent
     return ops.dequantize_rows(sent, dim, format, dtype=dtype)
@@ -133,16 +133,17 @@ def decode(sent: Tensor, format: str | None, dim: int, dtype: torch.dtype) -> Te
 def encode_messages(
     rows_ND: Tensor, counts: Sequence[int], own: int
 ) -> tuple[list[Tensor], Tensor]:
-    """Code the rows for each rank by their exponents, those for this rank left as they are.
+    """Code the rows for each rank by their exponents; rows for this rank are not coded.
 
     Args:
         rows_ND: float32, bfloat16 or float16, contiguous; the first `counts[0]` for rank 0, ....
-        counts: P numbers of rows.
+        counts: number of rows for each of P ranks.
         own: this rank.
 
     Returns:
-        P messages, uint8 `[bytes]` with room behind them, and int64 `[P]` on the device of the
-        rows, the bytes of each: as many as the rows have where those are the message.
+        P messages, uint8 `[bytes]`, which may have unused bytes at the end, and their lengths,
+        int64 `[P]` on the device of the rows. If a length equals the bytes of the rows, the plain
+        rows are the message.
     """
     parts = [part.reshape(-1) for part in rows_ND.split(list(counts))]
     sizes_P = torch.tensor([part.nbytes for part in parts], device=rows_ND.device)
@@ -161,7 +162,7 @@ def encode_messages(
 def join_messages(
     rows_ND: Tensor, counts: Sequence[int], messages: Sequence[Tensor], lengths: Sequence[int]
 ) -> Tensor:
-    """`[bytes]` uint8 of what `encode_messages` gave, one message after the other."""
+    """Join the results of `encode_messages` to `[bytes]` uint8, one message after the other."""
     parts = [as_bytes(part) for part in rows_ND.split(list(counts))]
     return torch.cat(
         [
@@ -174,15 +175,15 @@ def join_messages(
 def decode_messages(
     messages: Tensor, lengths: Sequence[int], out_ND: Tensor, counts: Sequence[int], operation: str
 ) -> Tensor:
-    """Restore rows into `out_ND` of what `join_messages` gave; and return it.
+    """Decode a result of `join_messages` into `out_ND`, and return `out_ND`.
 
-    NOTE: device-to-host sync, of what is damaged.
+    NOTE: device-to-host sync, which reads whether a message is damaged.
 
     Args:
         messages: `[bytes]` uint8.
-        lengths: P numbers of bytes.
-        out_ND: memory of the rows, contiguous.
-        counts: P numbers of rows.
+        lengths: number of bytes from each of P ranks.
+        out_ND: memory for the rows, contiguous.
+        counts: number of rows from each of P ranks.
         operation: name for error messages.
 
     Raises:
@@ -202,14 +203,14 @@ def decode_messages(
 
 
 def rows_rate(format: str, dtype: torch.dtype) -> str:
-    """Name of a format of rows in a cost table; "lossless" has a rate for each dtype."""
+    """Return the name of a format in a cost table; "lossless" has a rate for each dtype."""
     return f"lossless {_SHORT[dtype]}" if format == LOSSLESS else f"rows {format}"
 
 
 def lossless(
     numel: int, *, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
 ) -> Rehearsed:
-    """Exponents of normally distributed elements; see `CostTable.measure`."""
+    """Make the rehearsal of "lossless" on normally distributed numbers, see `CostTable.measure`."""
     generator = torch.Generator().manual_seed(0)
     x_N = torch.randn(numel, generator=generator, device="cpu").to(device, dtype)
     sent, out_N = ops.encode_exponents(x_N), torch.empty_like(x_N)
@@ -228,7 +229,7 @@ def rows(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
 ) -> Rehearsed:
-    """Rows of a dispatch; see `CostTable.measure`."""
+    """Make the rehearsal of a format for rows of a dispatch, see `CostTable.measure`."""
     generator = torch.Generator().manual_seed(0)
     shape = numel // REHEARSED_DIM, REHEARSED_DIM
     x_ND = torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
@@ -244,7 +245,7 @@ def rows(
 def row_rehearsals(
     dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
 ) -> dict[str, Rehearsal]:
-    """Rehearsals of all formats of rows but "lossless", by name."""
+    """Return the rehearsals of all formats of rows except "lossless", by name."""
     formats = [format for format in ROW_WIRES if format is not None]
     return {
         rows_rate(format, dtype): functools.partial(rows, format=format, dtype=dtype, device=device)

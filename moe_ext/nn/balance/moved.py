@@ -47,13 +47,13 @@ class Rebalance:
         every: number of calls of `update_placement` from one plan to the next, for "periodic".
         hysteresis: for "periodic": a new plan replaces the plan in use if its heaviest rank is
             lighter by more than this fraction.
-        link: link of the group; None measures it in the first pass. Values may differ between
-            ranks, and all ranks use that of the first rank.
+        link: link of the group; None measures it in the first pass. The link may differ between
+            ranks, because all of them use that of the first rank.
         flops: floating point operations per second of a rank's products while all ranks compute;
-            None measures it. All ranks use the value of the first rank.
+            None measures it. As `link`, the value of the first rank counts.
         flops_alone: the same rate while the other ranks wait, larger if ranks share cores. None
-            takes `flops` if that is given, otherwise measures. All ranks use the value of the first
-            rank.
+            takes `flops` if that is given, otherwise measures. As `link`, the value of the first
+            rank counts.
     """
 
     # Ranks may have measured different values, because `Rebalancer` uses those of the first rank.
