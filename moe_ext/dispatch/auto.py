@@ -36,15 +36,16 @@ _OPERATION = "MoELayer(dispatcher='auto')"
 SMALL_BYTES = 64 * 1024
 # Most bytes of rows in a rehearsal. The time of more rows is extrapolated from two numbers of rows.
 REHEARSED_BYTES = {"cpu": 2**23, "cuda": 2**26}
-# Number of rounds whose median is the time of a candidate. A candidate whose median is above BEHIND
-# times the least drops out of later rounds.
+# Number of rounds of a rehearsal, whose median is the time of a candidate. A candidate whose median
+# is above BEHIND times the least drops out of later rounds.
 ROUNDS = 5
 BEHIND = 1.5
 # Least relative gain for which a candidate is preferred to a simpler one, since less may be noise.
 # Replacing the dispatcher in use takes a larger gain.
 LEAST_GAIN = 0.02
 LEAST_GAIN_OF_A_CHANGE = 0.05
-# Number of the training pass before which the choice is first reconsidered; then 4 times that, ....
+# The choice is first reconsidered before the training pass of this number, and then before those of
+# 4, 16, ... times this number.
 FIRST_LOOK_AGAIN = 16
 
 

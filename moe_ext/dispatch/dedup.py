@@ -233,8 +233,8 @@ class _BringWeights(torch.autograd.Function):
 class DedupDispatcher(AllToAllDispatcher):
     """Sends a token once to each rank that holds any of its experts.
 
-    For even routing with K of E experts per token on P ranks, a rank sends `(P - 1) * (1 -
-    C(E - E/P, K) / C(E, K))` rows per token, instead of `K * (P - 1) / P`. The indices of the
+    For even routing with K of E experts per token on P ranks, the rows per token that leave a rank
+    fall from `K * (P - 1) / P` to `(P - 1) * (1 - C(E - E/P, K) / C(E, K))`. The indices of the
     experts travel too, two bytes for each of the K.
 
     - `combine="exact"`: the result of every slot comes back. Results and gradients are summed in

@@ -38,7 +38,7 @@ class Route:
         slots_sent: number of slots with an expert behind each rank.
         slots_received: number of slots here of each rank's tokens.
         idx_UK: for every received token, its experts behind this rank; -1 for other experts.
-        origin_U: for every received token, the rank of the first hop that sent it.
+        origin_U: for every received token, the rank that sent it in the first hop.
         weights_UK: for every received token, the weights of all its experts; None if weights do not
             travel.
         expert_capacity: largest number of rows of an expert; None for no limit.
@@ -163,7 +163,8 @@ class Hop(AllToAllDispatcher):
             self._check_dtype(x_TD)
             for idx_TK in idx:
                 target_TK = idx_TK.div(self.num_local_experts, rounding_mode="floor")
-                # Negative indices are kept: division would turn an invalid -2 into -1, no rank.
+                # Negative indices are kept, because division would turn an invalid -2 into -1,
+                # which means no rank.
                 target_TK = target_TK.where(idx_TK >= 0, idx_TK)
                 again_TKK = target_TK[:, :, None] == target_TK[:, None, :]
                 once_TK = target_TK.masked_fill(again_TKK.tril(-1).any(-1), -1)

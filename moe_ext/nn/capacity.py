@@ -131,8 +131,8 @@ def limit_choice(
     policy = "position" if policy == "random" and not training else policy
     keys = None if policy in ("position", "choice") else topk_weights.detach()
     if policy == "batch_prioritized" and routed.score_fn is not None:
-        # Keys are the scores of the chosen experts, neither renormalised nor scaled. For
-        # "topk_softmax" they are a softmax over all experts: one over the choice renormalises.
+        # Keys are the scores of the chosen experts, neither renormalised nor scaled. Before the
+        # choice, "topk_softmax" has the scores of "softmax", over all experts.
         score_fn = routed.score_fn.removeprefix("topk_")
         keys = ops.gate_weights(
             routed.logits.detach(), topk_idx, score_fn=score_fn, renormalize=False

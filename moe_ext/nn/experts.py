@@ -74,7 +74,7 @@ class GroupedExperts(nn.Module):
         TypeError: the activation is neither a name nor callable.
     """
 
-    # True because `forward` takes the local parts of DTensor parameters itself.
+    # Read by `declare_placement`: `forward` takes the local parts of DTensor parameters itself.
     takes_dtensors = True
 
     down_proj: nn.Parameter
@@ -103,7 +103,7 @@ class GroupedExperts(nn.Module):
         check_group(ep_group, "GroupedExperts")
         check_choice("GroupedExperts", "layout", layout, LAYOUTS)
         self.activation, self.gated = resolve_activation(activation, gated, "GroupedExperts")
-        # A Python integer, because products with `_SEED_STRIDE` would overflow one of numpy.
+        # Products of a numpy integer with `_SEED_STRIDE` would overflow, so it is converted.
         self.num_experts = int(num_experts)
         self.model_dim = model_dim
         self.ffn_dim = ffn_dim
@@ -288,7 +288,7 @@ class GroupedExperts(nn.Module):
         if bias_EM is not None:
             bias_EM = local_part(bias_EM) if moves is None else moves.extend(local_part(bias_EM))
         weight: Tensor = getattr(self, name)
-        # This condition saves the call for a plain weight.
+        # A plain weight is used directly, which saves a call.
         if moves is not None or self.transposed or type(weight) not in (nn.Parameter, Tensor):
             weight = self._weight(name, moves)
         return ops.grouped_mm(x, weight, expert_offsets, bias_EM=bias_EM)

@@ -29,7 +29,7 @@ def _load(metrics: Mapping[str, Tensor]) -> Tensor:
     return counts_E / counts_E.sum().clamp(min=1)
 
 
-# Functions of derived metrics, by name. They compute a metric from the other metrics.
+# Functions that compute derived metrics from other metrics, by name.
 _DERIVED: dict[str, Callable[[Mapping[str, Tensor]], Tensor]] = {
     "load": _load,
     "load_entropy": lambda metrics: -torch.special.xlogy(metrics["load"], metrics["load"]).sum(),

@@ -186,7 +186,7 @@ def looks_at_router(layer: MoELayer) -> bool:
     one, so only passes 1 and 2 compare.
     """
     router = layer.router
-    # A router of the user's may differ between ranks on purpose.
+    # A user's own router may differ between ranks on purpose.
     if not isinstance(router, Router) or is_transformed():
         return False
     if layer._num_passes >= 2 and layer._cut().is_static:
@@ -231,7 +231,7 @@ def made_with(layer: MoELayer) -> dict[str, object]:
 
 def options_now(layer: MoELayer) -> tuple[dict[str, object], operator.attrgetter[Any]]:
     """Return current options by name that must be equal on every rank, and a reader of them."""
-    # Paths of attributes to names for messages.
+    # Names for messages, by the path of each attribute.
     names = {name: name for name in (*option_names(layer), "overlap")}
     for part, module in _parts(layer):
         names |= {f"{part}.{name}": f"{part}.{name}" for name in option_names(module)}
@@ -249,7 +249,7 @@ def _parts(layer: MoELayer) -> list[tuple[str, nn.Module]]:
     """Return the parts of the layer that are modules of this package, by name."""
     names = ("router", "experts", "shared_expert")
     found = [(name, getattr(layer, name)) for name in names]
-    # Modules of the user's may differ between ranks on purpose.
+    # A user's own modules may differ between ranks on purpose.
     return [(n, m) for n, m in found if isinstance(m, (Router, GroupedExperts, FeedForward))]
 
 

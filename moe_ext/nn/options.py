@@ -78,9 +78,9 @@ class Dispatch:
             rank, if that saves more time than it takes. Their gradients travel back. "periodic"
             keeps a plan for many steps, see `update_placement`. A `Rebalance` sets further options.
         debug: compare operation, shape, dtype and splits of the layer's collectives over the ranks
-            before they are sent, on all ranks or on none. If one differs, every rank raises a
-            ValueError that names it. This costs one more message per collective. None follows the
-            environment variable MOE_EXT_DEBUG.
+            before they are sent. The option must be equal on all ranks. If a value differs, every
+            rank raises a ValueError that names it. This costs one more message per collective. None
+            follows the environment variable MOE_EXT_DEBUG.
 
     Raises:
         ValueError: a value is out of its range, or not a known name.

@@ -1,4 +1,4 @@
-"""Open sessions in which the choice of experts of a layer is recorded or replaced.
+"""Sessions, which record or replace the choice of experts of layers while they are open.
 
 Shapes: T tokens, K top-k.
 """

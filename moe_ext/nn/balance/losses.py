@@ -43,10 +43,10 @@ class Balance:
 
     Attributes:
         scope: "micro_batch" counts the tokens of one forward pass on this rank. "sequence" averages
-            the losses of all sequences of `x[..., S, D]`, or of all packed documents that the layer
-            is told of, if they have a real token. "global_batch" counts the tokens of a whole step:
-            the share of each expert is that over all ranks of `group` and all micro-batches of the
-            step, and the mean score is that of this pass.
+            the losses of sequences of `x[..., S, D]`, or of packed documents that the layer is told
+            of; those without a real token do not count. "global_batch" counts the tokens of a whole
+            step: the share of each expert is that over all ranks of `group` and all micro-batches
+            of the step, and the mean score is that of this pass.
         group: for "global_batch", the ranks whose tokens count: every rank that has data of its
             own. For "sequence", the ranks that share each sequence (`cp_group`). None means this
             rank alone, or the group of an `attention.sequence_parallel` around the layer.
@@ -303,7 +303,8 @@ def _sequence_loss(
         routed.logits,
         routed.gate.topk_idx[:, :columns],
         num_sequences,
-        # The loss needs scores of all experts. For "topk_softmax" these are a softmax, too.
+        # The loss counts the scores of all experts. Before the choice, "topk_softmax" has the
+        # scores of "softmax".
         score_fn=(routed.score_fn or "softmax").removeprefix("topk_"),
         token_mask=mask_T,
     )

@@ -29,7 +29,7 @@ MODES = ("exact", "periodic")
 _OPERATION = "MoELayer.rebalance"
 # Number of rows of the matrix product with which the rate of the processor is measured.
 _REHEARSAL_ROWS = 256
-# Least seconds for which all ranks compute together in a measurement. Longer than the time slices
+# Least seconds for which all ranks compute together in a measurement: longer than the time slices
 # of ranks that share a core.
 _REHEARSAL_SECONDS = 0.02
 
@@ -56,7 +56,7 @@ class Rebalance:
             rank counts.
     """
 
-    # Ranks may have measured different values, because `Rebalancer` uses those of the first rank.
+    # Options that may differ between ranks, since `Rebalancer` uses those of the first rank.
     FREE_TO_DIFFER: ClassVar[tuple[str, ...]] = ("link", "flops", "flops_alone")
 
     mode: str = "exact"
@@ -293,7 +293,7 @@ class Rebalancer:
         def seconds(repeats: int) -> float:
             return seconds_of(lambda: [product() for _ in range(repeats)], x_TD.device) / repeats
 
-        # For the rate alone, rank 0 computes while the others wait for its message.
+        # For `flops_alone`, rank 0 computes while the other ranks wait for its message.
         first = group_rank(group) == 0
         found = quickest(lambda _: product(), rows, 4, warm_ups=1) if first else 0.0
         (one,) = max_over_ranks([found], group, x_TD.device)
