@@ -103,7 +103,7 @@ class GroupedExperts(nn.Module):
         check_group(ep_group, "GroupedExperts")
         check_choice("GroupedExperts", "layout", layout, LAYOUTS)
         self.activation, self.gated = resolve_activation(activation, gated, "GroupedExperts")
-        # Products of a numpy integer with `_SEED_STRIDE` would overflow, so it is converted.
+        # Products of a numpy integer with `_SEED_STRIDE` would overflow, so an int is kept.
         self.num_experts = int(num_experts)
         self.model_dim = model_dim
         self.ffn_dim = ffn_dim

@@ -41,9 +41,10 @@ class TopKRouter(LinearRouter):
         scale: finite factor on the weights.
         num_groups: number of groups of experts, of equal size.
         top_groups: number of groups from which a token may choose its experts.
-        group_score: score of a group: its largest score ("max", DeepSeek-V2), the sum of its two
-            largest ("top2", DeepSeek-V3), or of its `top_k // top_groups` largest ("topk",
-            Megatron-LM). None is "top2" with a selection bias, otherwise "max".
+        group_score: score of a group, from the scores plus bias of its experts: the largest ("max",
+            DeepSeek-V2), the sum of the two largest ("top2", DeepSeek-V3), or of the `top_k //
+            top_groups` largest ("topk", Megatron-LM). None is "top2" with a selection bias,
+            otherwise "max".
         bias: add a learned bias to the logit of each expert, as GPT-OSS does; zero at first.
         selection_bias: keep a float32 buffer `selection_bias` [E], which is added to the scores
             only for the selection; zero at first, see `update_selection_bias`.
