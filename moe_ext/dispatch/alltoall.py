@@ -22,7 +22,7 @@ class AllToAllDispatcher(TokenDispatcher):
     Args:
         num_experts: E, a multiple of the size of the group.
         group: process group.
-        drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
+        drop_policy: rule that drops slots beyond the capacity of an expert, "position" or "score".
         average: see `TokenDispatcher`.
         wire: see `TokenDispatcher`.
 

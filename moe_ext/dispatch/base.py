@@ -100,7 +100,7 @@ class TokenDispatcher:
     Args:
         num_experts: E, a multiple of P.
         group: process group of P ranks; None keeps all rows on this rank, and nothing travels.
-        drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
+        drop_policy: rule that drops slots beyond the capacity of an expert, "position" or "score".
         average: if False, both factors are left out. The gradient of an expert's parameter is then
             that of the sum of the losses over the group.
         wire: formats in which rows travel, for transports whose `exchange_rows` takes `formats`: a

@@ -11,7 +11,7 @@ class LocalDispatcher(TokenDispatcher):
 
     Args:
         num_experts: E, experts of a layer.
-        drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
+        drop_policy: rule that drops slots beyond the capacity of an expert, "position" or "score".
     """
 
     # These are plain class attributes, since in a small layer properties would take longer than a
