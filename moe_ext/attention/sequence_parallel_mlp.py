@@ -123,7 +123,7 @@ class SequenceParallelMLP(nn.Module):
         _require(model_dim >= 1, "model_dim", "at least 1", model_dim)
         fits = ffn_dim >= 1 and ffn_dim % ranks == 0
         _require(fits, "ffn_dim", f"a multiple of the {ranks} ranks", ffn_dim)
-        check_choice(_NAME, "norm", norm, _NORMS)
+        check_choice(_NAME, "norm", norm, tuple(_NORMS))
         _require(0 <= dropout < 1, "dropout", "in [0, 1)", dropout)
         check_layout(layout, _require)
         check_choice(_NAME, "grad_reduction", grad_reduction, _REDUCTIONS)
