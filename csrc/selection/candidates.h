@@ -1,4 +1,5 @@
-// Candidates that a parallel scan of segments collected, in the order of the elements for any number of threads. Host.
+// Candidates collected by a parallel scan of segments, in ascending order of index for any number of threads. Host
+// code.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -19,7 +20,7 @@ inline int64_t segment_size(int64_t segment, int64_t numel) {
   return std::min(kSegment, numel - segment * kSegment);
 }
 
-// Value of a candidate that a feeding scan has collected, from its key and the sign in its offset.
+// Value of a candidate that was taken out of the state. The key holds the magnitude, the top bit of `offset` the sign.
 template <typename Acc>
 Acc signed_value(key_t<Acc> key, uint32_t offset) {
   constexpr int kShift = 8 * (sizeof(Acc) - sizeof(uint32_t));
@@ -31,8 +32,8 @@ template <typename Acc>
 struct Candidates {
   using Key = key_t<Acc>;
   std::vector<Key> keys;
-  std::vector<uint32_t> offsets; // from the segment's first element; the top bit is the sign
-  std::vector<Acc> velocities;   // empty where there are none
+  std::vector<uint32_t> offsets; // from the segment's first element; the top bit is the sign of the value
+  std::vector<Acc> velocities;   // empty without velocity
   std::vector<int64_t> begin;
 
   int64_t count() const {
@@ -44,7 +45,7 @@ struct Candidates {
   Acc value(int64_t i) const {
     return signed_value<Acc>(keys[i], offsets[i]);
   }
-  // From the i-th on.
+  // Pointers to the candidates from the i-th on.
   Found<Acc> from(int64_t i) {
     return {keys.data() + i, offsets.data() + i, velocities.empty() ? nullptr : velocities.data() + i};
   }
@@ -62,7 +63,7 @@ struct Candidates {
   }
 };
 
-// Room for what a scan of n elements collects.
+// Buffers with room for all candidates of a scan of n elements.
 template <typename Acc>
 struct ScanBuffer {
   std::vector<key_t<Acc>> keys;
@@ -78,21 +79,21 @@ struct ScanBuffer {
   }
 };
 
-// A thread's share of the segments, and what it has collected of them.
+// Consecutive segments that one thread scans, and the candidates that it has collected.
 template <typename Acc>
 struct Share {
-  int64_t first; // segment
+  int64_t first; // index of the first segment
   Candidates<Acc> found;
-  ScanBuffer<Acc> buffer;  // of one segment
-  std::vector<Acc> values; // of a log
+  ScanBuffer<Acc> buffer;  // candidates of the current segment
+  std::vector<Acc> values; // `UndoLog::values` of the current segment
 };
 
-// Calls scan(segment, share) -> count for each segment, which appends what it counts, and joins the results. `expected`
-// is about how many there will be.
+// Calls scan(segment, share) for each segment and joins the candidates of all threads. `scan` appends candidates to
+// `share.found` and returns their number. `expected` is a guess of the total, by which memory is reserved.
 template <typename Acc, typename F>
 Candidates<Acc> collect(int64_t numel, int64_t expected, bool with_velocity, F&& scan) {
   const int64_t segments = num_segments(numel);
-  std::vector<Candidates<Acc>> parts(segments); // by the first segment of a thread's share
+  std::vector<Candidates<Acc>> parts(segments); // indexed by the first segment of a share; other entries stay empty
   std::vector<int64_t> counts(segments);
   torch::stable::parallel_for(0, segments, 1, [&](int64_t first, int64_t last) {
     Share<Acc> share{first, {}, ScanBuffer<Acc>(with_velocity), {}};

@@ -1,4 +1,4 @@
-// Comparison of a block of keys with a bound, and compaction of those above it. Compiled once per instruction set.
+// Comparison of a block of keys with a bound, and compaction of the larger keys. Compiled once per instruction set.
 #pragma once
 
 #include "selection/topk_tables.h"
@@ -13,13 +13,13 @@ namespace {
 constexpr int64_t kBlock = 256;
 constexpr int64_t kLanes = 16;
 constexpr int64_t kWords = kBlock / 64;
-constexpr int64_t kFewHits = 32; // of a block; more are compacted a vector at a time
+constexpr int64_t kFewHits = 32; // with more chosen elements in a block, AVX-512 compacts whole vectors
 
-struct Bits { // one for each element of a block
+struct Bits { // one bit for each element of a block
   uint64_t word[kWords];
 };
 
-// From a byte that is 0 or 1 for each element: the product moves eight of them into the highest byte.
+// Packs bytes that are 0 or 1 into bits. The multiplication gathers eight bytes in the highest byte of the product.
 MOE_INLINE Bits bits_of(const uint8_t* flags) {
   Bits bits;
   for (int64_t w = 0; w < kWords; ++w) {
@@ -42,8 +42,9 @@ MOE_INLINE int64_t num_bits(const Bits& bits) {
   return count;
 }
 
-// Calls store(slot, i) for each bit i, in order, with slots from `slot` on; returns the next one. The first kAlways of
-// a word are stored in any case, since whether there are any cannot be predicted: slots behind the last are scratch.
+// Calls store(slot, i) for each bit i that is set, in order, with slots from `slot` on, and returns the next free slot.
+// The first kAlways slots of each word are stored even without a bit: a branch on the number of bits would be
+// mispredicted. `store` must therefore accept kAlways slots beyond the last, whose contents are garbage.
 template <int kAlways, typename F>
 MOE_INLINE int64_t for_bits(const Bits& bits, int64_t slot, F store) {
   for (int64_t w = 0; w < kWords; ++w) {
@@ -63,10 +64,12 @@ MOE_INLINE int64_t for_bits(const Bits& bits, int64_t slot, F store) {
   return slot;
 }
 
-// Mask of the keys larger than `low` among n, which zeros fill up to a block.
+// Bits of the keys that are larger than `low`; adds the number of keys equal to `low`, among the first n, to `seen`.
+// `keys` has kBlock elements, zeros after the first n.
 template <typename Key>
 MOE_INLINE Bits larger(const Key* keys, int64_t n, Key low, Scanned<Key>* seen) {
-  using Signed = std::make_signed_t<Key>; // a key has no sign bit, and all instruction sets compare signed numbers
+  // The top bit of a key is 0, and every instruction set can compare signed numbers.
+  using Signed = std::make_signed_t<Key>;
   alignas(64) uint8_t flags[kBlock] = {};
   Key equal = 0;
   for (int64_t i = 0; i < n; ++i) {
@@ -87,7 +90,7 @@ compact(const Key* keys, const Bits& chosen, int64_t offset, Key* out_keys, uint
 }
 
 #if defined(__AVX512F__)
-// As _mm512_reduce_add_epi32, in whose header some compilers find a variable without a value.
+// Replaces _mm512_reduce_add_epi32, whose header makes some compilers warn of an uninitialised variable.
 MOE_INLINE int64_t sum_of(__m512i counts) {
   alignas(64) int32_t lanes[kLanes];
   _mm512_store_si512(lanes, counts);
@@ -116,8 +119,9 @@ MOE_INLINE Bits larger(const uint32_t* keys, int64_t n, uint32_t low, Scanned<ui
   return bits;
 }
 
-// The same of numbers, or of keys, whose sign bits go to the offsets. Many are compressed in a register and stored
-// whole: a compressing store is microcode on some processors.
+// Compacts the chosen numbers, or keys, of a block: magnitudes to `out_keys`, sign bits to the top bits of
+// `out_offsets`. Many elements are compressed in a register and stored as whole vectors, because a compressing store is
+// microcode, and slow, on some processors.
 template <typename Number>
 MOE_INLINE int64_t compact_signed(
     const Number* block, const Bits& chosen, int64_t offset, uint32_t* out_keys, uint32_t* out_offsets, int64_t count) {

@@ -1,4 +1,4 @@
-// Error feedback on a device: what every kernel of the gradient selection reads and writes.
+// Error feedback on a device: access to gradient, residual and velocity for all kernels of the gradient selection.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,24 +15,25 @@ namespace moe_ext::topk {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 
-// Elements of an access of 16 bytes to the residual.
+// Elements of the residual in one access of 16 bytes.
 template <typename T>
 constexpr int kVec = kAccessBytes / static_cast<int>(sizeof(acc_t<T>));
 
-// The state of a call. `refused` is null where nothing is checked; where it points to other than 0, an element is not
-// finite. A call that works in place looks beforehand, since then neither the residual nor the velocity may change; one
-// that writes elsewhere raises it as it feeds.
+// The state of a call. `refused` is null if the call does not check; otherwise `*refused` becomes non-zero if an
+// element is not finite. A call in place sets `*refused` by a kernel before the feed, because a refused call must
+// change neither residual nor velocity. A call with `residual_in` sets it while feeding.
 template <typename T>
 struct State {
   Feedback<T> args;
   int* refused;
-  bool aligned; // vectors of kVec elements begin at multiples of their size
-  bool traps;   // what is not finite, as it is fed
+  bool aligned; // every vector of kVec elements can be loaded and stored whole
+  bool traps;   // trap if an element that is being fed is not finite
 
-  // Known before the feed.
+  // True if the feed must not write. Valid before the feed.
   __device__ __forceinline__ bool is_refused() const {
     return args.in_place() && is_refused_when_fed();
   }
+  // True if an element is not finite. Valid after the feed.
   __device__ __forceinline__ bool is_refused_when_fed() const {
     return refused != nullptr && *refused != 0;
   }
@@ -56,7 +57,7 @@ __device__ __forceinline__ bool any_not_finite(const Acc (&a)[kSize]) {
   return found;
 }
 
-// A number of which whole vectors can be read from every scope.
+// Returns true if all arrays are aligned for whole vectors at the beginning of every scope.
 template <typename T>
 bool vectors_fit(const Feedback<T>& args, int64_t scope_size, int64_t num_scopes) {
   constexpr int64_t kGradBytes = sizeof(T) * kVec<T>;
@@ -65,8 +66,8 @@ bool vectors_fit(const Feedback<T>& args, int64_t scope_size, int64_t num_scopes
          is_aligned(args.residual, kAccessBytes) && is_aligned(args.velocity, kAccessBytes);
 }
 
-// Sums of residual and gradient of kVec elements from i on; zeros from `end` on. Writes it, and the velocity, where
-// `write` says so.
+// Computes a = residual_scale e + u for kVec elements from i on, with zeros from `end` on. If `write` is set, also
+// writes a to the residual and u to the velocity.
 template <bool kVelocity, typename T>
 __device__ __forceinline__ void feed_vector(
     const State<T>& state, int64_t i, int64_t end, bool write, acc_t<T> (&a)[kVec<T>]) {
@@ -109,7 +110,7 @@ __device__ __forceinline__ void feed_vector(
   }
 }
 
-// Sum of residual and gradient of an element that has been fed, or that may not be.
+// Returns a of element i: computed again if `refused`, otherwise read from the residual, which has been fed.
 template <bool kVelocity, typename T>
 __device__ __forceinline__ acc_t<T> owed_after(const State<T>& state, bool refused, int64_t i) {
   if (refused) {
@@ -126,7 +127,7 @@ __device__ __forceinline__ void take_out(const State<T>& state, int64_t i) {
   }
 }
 
-// refused = 1 where an element is not finite; with kCheck that is a trap.
+// Sets *refused to 1 if an element is not finite; with kCheck, traps instead.
 template <bool kVelocity, bool kCheck, typename T>
 __global__ void __launch_bounds__(kThreads)
     check_finite_kernel(State<T> state, int64_t numel, int* __restrict__ refused) {

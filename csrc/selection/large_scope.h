@@ -1,7 +1,7 @@
-// Selection in a scope of many segments. One pass feeds the residual, collects the candidates and leaves them out;
-// those that are not chosen are put back. A pass that works in place and also looks for NaN keeps a log of a byte an
-// element (topk_tables.h), by which all is undone when it finds one. Where the log grows, since the residual is small
-// beside the gradient, segments are only read, and fed when nothing was found. Host.
+// Selection in a scope of many segments. Host code. One pass feeds the residual and takes the candidates out of the
+// state; candidates that are not chosen are put back. A checked pass in place logs one byte per element
+// (topk_tables.h), so that the feed can be undone if an element is not finite. The log grows if the residual is small
+// beside the gradient. In that case segments are only read, and fed after all elements were found to be finite.
 #pragma once
 
 #include <cmath>
@@ -18,10 +18,10 @@ namespace moe_ext::topk {
 
 using torch::stable::parallel_for;
 
-// One line of the cache of each run of this many elements is sampled.
+// The sample holds kSampleLine elements, one cache line of float32, of every kSampleRun elements.
 constexpr int64_t kSampleRun = 2048;
 constexpr int64_t kSampleLine = 16;
-// Lines of a sample that are fetched before they are read: they are far apart.
+// Distance of the prefetch, in sampled lines. The hardware does not prefetch lines that are so far apart.
 constexpr int64_t kSampleAhead = 16;
 
 template <typename T>
@@ -53,7 +53,7 @@ void take(const Feedback<T>& args, int64_t i, int64_t base, const Chosen<T>& out
   }
 }
 
-// Takes those of n fed elements that the cut takes, looking at each.
+// Takes the elements of `cut` out of n fed elements, by a scan of all of them. Returns their number.
 template <typename T>
 int64_t take_cut(const Feedback<T>& args, int64_t n, int64_t base, Cut<key_t<acc_t<T>>> cut, const Chosen<T>& out) {
   int64_t place = 0;
@@ -68,13 +68,14 @@ int64_t take_cut(const Feedback<T>& args, int64_t n, int64_t base, Cut<key_t<acc
   return place;
 }
 
-// Delivers of `count` elements, which a scan that feeds has collected, those that the cut takes; puts the others back.
+// Writes those of `count` collected elements that are in `cut` to `out`, puts the others back into the state, and
+// returns the number written.
 template <typename T>
 int64_t deliver_found(
     const Feedback<T>& args, const Found<acc_t<T>>& found, int64_t count, Cut<key_t<acc_t<T>>> cut, int64_t base,
     const Chosen<T>& out) {
   int64_t place = 0;
-  // The elements put back have left the caches, and stores wait for their lines one by one.
+  // Elements to put back are no longer in the caches. Without the prefetch, each store would wait for its cache line.
   for (int64_t i = 0; cut.bound > 0 && i < count; ++i) {
     __builtin_prefetch(args.residual + (found.keys[i] > cut.bound ? 0 : found.offsets[i] & ~kSignBit), 1);
   }
@@ -103,14 +104,14 @@ class LargeScope {
 
   LargeScope(const FeedbackKernels<T>& loops, const Feedback<T>& args, int64_t numel, bool check);
 
-  // Collects all keys above `low`, `room` of them at most in each thread. Where an element is not finite and `check` is
-  // set, what was read is as it was, and false is returned.
+  // Collects all keys above `low`. A thread that has collected `room` keys puts further ones back, which `overflow`
+  // tells. Returns false, with the state that was read unchanged, if `check` is set and an element is not finite.
   bool pass(Key low, int64_t expected, int64_t room);
 
-  // A pass whose bound at least k keys reach.
+  // Runs `pass` with a bound, found by a sample, that at least k keys reach. Returns false as `pass` does.
   bool pass_largest(int64_t k);
 
-  // Number of keys that the last pass found, whether or not there was room.
+  // Number of keys above the bound of the last pass, including those for which there was no room.
   int64_t found() const {
     return found_;
   }
@@ -118,11 +119,11 @@ class LargeScope {
     return found_ > all_.count();
   }
 
-  // Puts back what the last pass collected.
+  // Puts all elements that the last pass collected back into the state.
   void put_back();
 
-  // Writes the k largest of what the last pass collected, and where those are fewer, keys that equal its bound, the
-  // lowest indices first; indices start at `base`.
+  // Writes the k largest elements that the last pass collected. If the pass collected fewer, elements equal to its
+  // bound fill the rest, the lowest indices first. `base` is the index of the scope's first element.
   void deliver(int64_t k, int64_t base, const Chosen<T>& out);
 
  private:
@@ -147,16 +148,16 @@ class LargeScope {
   const FeedbackKernels<T>& loops_;
   Feedback<T> args_;
   int64_t numel_, segments_;
-  bool check_;     // still to do
-  bool logs_each_; // what it may have to undo
+  bool check_;     // the next pass must check; false after the first one
+  bool logs_each_; // the next pass logs what it feeds, for `undo`
   Key low_ = 0;
   Key largest_ = 0;
   int64_t found_ = 0;
   Candidates<Acc> all_;
-  std::vector<int64_t> equal_;         // keys of the bound, by segment
-  std::vector<uint8_t> fed_;           // by segment; of those that are, the candidates are taken out
-  std::vector<std::vector<Acc>> logs_; // values, by segment
-  std::optional<Tensor> steps_;
+  std::vector<int64_t> equal_;         // number of keys equal to the bound, by segment
+  std::vector<uint8_t> fed_;           // by segment: 1 if it is fed and its candidates are out of the state
+  std::vector<std::vector<Acc>> logs_; // `UndoLog::values`, by segment
+  std::optional<Tensor> steps_;        // `UndoLog::steps` of all segments
 };
 
 template <typename T>
@@ -175,7 +176,8 @@ LargeScope<T>::LargeScope(const FeedbackKernels<T>& loops, const Feedback<T>& ar
   }
 }
 
-// A value for each second element on average: beyond, reading twice is as fast.
+// Returns true if the thread's last four segments logged a value for at most every second element. With more values, a
+// second read is as fast as the log.
 template <typename T>
 bool LargeScope<T>::log_has_room(int64_t s, const Share<Acc>& share) const {
   int64_t logged = 0;
@@ -195,7 +197,7 @@ int64_t LargeScope<T>::scan_and_log(int64_t s, Key low, Share<Acc>& share, Scann
   return count;
 }
 
-// Takes what a scan of a fed segment has collected out of the state.
+// Takes elements that `scan_fed` has collected out of the state, with sign and velocity.
 template <typename T>
 void LargeScope<T>::take_out(int64_t s, int64_t count, const Found<Acc>& found) {
   const Feedback<T> part = segment(s);
@@ -295,7 +297,8 @@ void LargeScope<T>::undo() {
   });
 }
 
-// Keys of sampled lines. Where a line lies in its run must not follow the rows of a matrix: it is hashed.
+// Keys of the sampled lines. The place of a line in its run is hashed: a regular place could fall on the same columns
+// of every row of a matrix.
 template <typename T>
 std::vector<key_t<acc_t<T>>> LargeScope<T>::sample() const {
   const int64_t runs = numel_ / kSampleRun;
@@ -322,7 +325,8 @@ std::vector<key_t<acc_t<T>>> LargeScope<T>::sample() const {
   return keys;
 }
 
-// Turns a bound that allows for lines of equal elements into one that allows for the elements of these lines.
+// Raises a bound whose margin assumes that all elements of a line are alike. The new margin is four standard deviations
+// by the number of elements above `low` in each sampled line.
 template <typename T>
 key_t<acc_t<T>> LargeScope<T>::raised(Key low, const std::vector<Key>& sampled, double expected) {
   std::vector<Key> above;
@@ -345,7 +349,7 @@ bool LargeScope<T>::pass_largest(int64_t k) {
   const std::vector<Key> sampled = sample();
   const int64_t size = static_cast<int64_t>(sampled.size());
   const double expected = static_cast<double>(k) * static_cast<double>(size) / static_cast<double>(numel_);
-  // Four deviations if the elements of a line are all alike.
+  // Adds four standard deviations, as if all elements of a line were alike.
   const double least = expected + 4 * std::sqrt(expected * kSampleLine) + kSampleLine;
   for (double rank = least;; rank *= 4) {
     Key low = 0;
@@ -354,7 +358,7 @@ bool LargeScope<T>::pass_largest(int64_t k) {
       low = kth_largest(scratch.data(), size, static_cast<int64_t>(rank));
       low = rank == least ? raised(low, sampled, expected) : low;
     }
-    // Elements that are not finite are among those collected.
+    // A bound below infinity makes sure that elements that are not finite are collected.
     if (!pass(std::min(low, kInfinityKey<Acc> - 1), k + k / 2, numel_)) {
       return false;
     }
@@ -365,7 +369,7 @@ bool LargeScope<T>::pass_largest(int64_t k) {
   }
 }
 
-// Number of elements equal to the bound that each segment gives: the lowest indices first.
+// Number of elements equal to the bound that are taken from each segment, `missing` in all, the lowest indices first.
 template <typename T>
 std::vector<int64_t> LargeScope<T>::filled(int64_t missing) const {
   std::vector<int64_t> taken(segments_);

@@ -1,5 +1,5 @@
-// Products of a block with a factor. One of, or to, a subnormal number takes over a hundred cycles: a block that may
-// hold one goes another way. Compiled once per instruction set.
+// Products of a block with a factor. A product with a subnormal operand or result takes over a hundred cycles on many
+// processors, so a block that may hold one is multiplied in double. Compiled once per instruction set.
 #pragma once
 
 #include "selection/compact_simd.h"
@@ -7,14 +7,14 @@
 namespace moe_ext::topk::MOE_ISA {
 namespace {
 
-// Keys below which a product with `factor` may be subnormal.
+// Least key from which on neither x nor factor * x is subnormal.
 MOE_INLINE uint32_t normal_from(float factor) {
   const float bound = factor >= 1 || factor == 0 ? 0x1p-126f : factor > 0x1p-100f ? 0x1p-125f / factor : 0x1p-25f;
   return key_of(bound);
 }
 
-// |x| * factor for small x, rounded once: exact in double, then a whole number of 2^-149 where it is subnormal. `x` is
-// converted by its bits, since the processor's own conversion is as slow as its product.
+// x * factor for small x, rounded once: the product in double is exact, and a subnormal result is rounded to a multiple
+// of 2^-149. `x` is converted to double by its bits, because the processor's conversion is as slow as its product.
 MOE_INLINE float small_product(float x, double factor) {
   const uint32_t key = key_of(x);
   const bool subnormal = key < 0x00800000u;
@@ -27,10 +27,10 @@ MOE_INLINE float small_product(float x, double factor) {
   return bit_cast<float>((below ? whole : bit_cast<uint32_t>(rounded)) | (bit_cast<uint32_t>(x) & 0x80000000u));
 }
 
-// `x` may be `out`. Kept out of line, where the compiler makes vectors of it.
+// `x` may be `out`. Not inlined: the compiler vectorises this loop only as a function of its own.
 __attribute__((noinline)) void scale_small(const float* x, float factor, uint32_t limit, int64_t n, float* out) {
   alignas(64) float products[kBlock];
-  // Products with a subnormal factor of anything below the limit are zero.
+  // The product of a subnormal factor and an x below the limit rounds to zero.
   const double wide = key_of(factor) < 0x00800000u ? 0.0 : static_cast<double>(factor);
   for (int64_t i = 0; i < n; ++i) {
     const bool large = key_of(x[i]) >= limit;

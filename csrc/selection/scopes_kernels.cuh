@@ -1,5 +1,6 @@
-// Gradient selection of many small scopes: a warp keeps a scope of up to 512 elements in its registers and finds the
-// smallest selected key bit by bit; a block feeds one of up to 8192 and finds it digit by digit, in its cache.
+// Gradient selection in many small scopes. For up to 512 elements, a warp keeps the scope in its registers and finds
+// the smallest selected key bit by bit. For up to 8192, a block finds that key digit by digit and rereads the fed scope
+// from the cache.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,12 +15,14 @@ namespace moe_ext::topk {
 constexpr int64_t kWarpScope = 512;
 constexpr int64_t kBlockScope = 8192;
 static_assert(kThreads == kSelectThreads);
-// Blocks a multiprocessor has room for at the registers that they need: left to itself, nvcc spills some to run more.
+// Resident blocks per multiprocessor for __launch_bounds__. Without these bounds nvcc spills registers to fit more
+// blocks.
 constexpr int kAdaptBlocks = 4;
 constexpr int kBlockScopeBlocks = 3;
 constexpr int kWarpScopeBlocks = 2;
 
-// The cut of a scope in which `found` keys reach `low`; searched for only where there are more than wanted.
+// Bound of a scope in which `found` keys reach `low`. A selection by threshold calls `search` only if more than
+// `wanted` keys passed.
 template <typename Key, typename F>
 __device__ __forceinline__ Bound<Key> scope_bound(
     const Plan& plan, int64_t wanted, Key low, int64_t found, F&& search) {
@@ -35,8 +38,8 @@ __device__ __forceinline__ key_t<acc_t<T>> lowest_key(
   return plan.by_threshold ? max(key_t<acc_t<T>>{1}, key_of(thresholds.bound[scope])) : 0;
 }
 
-// Fills the slots that are left, by `size` threads of which the caller is number `thread`, and notes how many elements
-// passed the threshold, for adapt_kernel.
+// Fills the unused slots of a scope and stores the number of elements that passed the threshold, for adapt_kernel.
+// Called by `size` threads, of which the caller is number `thread`.
 template <typename T>
 __device__ __forceinline__ void finish_scope(
     const Plan& plan, const Thresholds<T>& thresholds, int64_t scope, int64_t found, int thread, int size,
@@ -54,8 +57,8 @@ __device__ __forceinline__ void finish_scope(
   }
 }
 
-// From how many passed to how many were taken, and to the next thresholds: these must not change where any scope holds
-// what is not finite.
+// Turns `count` from the number that passed into the number taken, and computes the next thresholds. A kernel of its
+// own, because no threshold may change if any scope holds an element that is not finite.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, kAdaptBlocks)
     adapt_kernel(State<T> state, Plan plan, Thresholds<T> thresholds) {
@@ -70,7 +73,7 @@ __global__ void __launch_bounds__(kThreads, kAdaptBlocks)
   }
 }
 
-// Elements of a warp's scope whose keys reach `low`; those of lanes beyond the scope are not counted.
+// Number of elements of a warp's scope whose keys are at least `low`. Lanes beyond the scope do not count.
 template <int kItems, typename Acc>
 __device__ __forceinline__ int count_from(const Acc (&a)[kItems], key_t<Acc> low, int size) {
   int count = 0;
@@ -81,7 +84,7 @@ __device__ __forceinline__ int count_from(const Acc (&a)[kItems], key_t<Acc> low
   return count;
 }
 
-// Scopes of up to 32 kItems elements.
+// Selects in scopes of up to 32 kItems elements, one warp per scope.
 template <int kItems, bool kVelocity, typename T>
 __global__ void __launch_bounds__(kThreads, kWarpScopeBlocks)
     warp_scopes_kernel(State<T> state, Plan plan, Thresholds<T> thresholds, Selected<T> out) {
@@ -131,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, kWarpScopeBlocks)
   }
 }
 
-// One block a scope.
+// Launched with one block per scope.
 template <bool kVelocity, typename T>
 __global__ void __launch_bounds__(kThreads, kBlockScopeBlocks)
     block_scopes_kernel(State<T> state, Plan plan, Thresholds<T> thresholds, Selected<T> out) {
@@ -149,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, kBlockScopeBlocks)
     not_finite = not_finite || any_not_finite<kSize>(a);
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
-      // When their number matters, low is at least 1, and the zeros beyond the end do not count.
+      // Zeros beyond the end count only if low is 0, which it is only without a threshold, when `found` is not used.
       reached += key_of(a[j]) >= low;
     }
   }
@@ -166,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, kBlockScopeBlocks)
   for (int64_t base = 0; base < size; base += kThreads) {
     const int64_t i = base + threadIdx.x;
     const Acc value = i < size ? value_at(i) : Acc(0);
-    // Both counts in one scan.
+    // One scan sums both counts: `above` in the low 16 bits, `equal` in the high 16 bits.
     constexpr int kAbove = 1, kEqual = 1 << 16;
     const int mine = i >= size ? 0 : key_of(value) > bound.key ? kAbove : key_of(value) == bound.key ? kEqual : 0;
     int total = 0;

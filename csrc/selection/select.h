@@ -1,4 +1,5 @@
-// The k-th largest of many unsigned keys: a histogram over the range that is left, until few are left in one bin. Host.
+// The k-th largest of many unsigned keys, by histograms of ever narrower ranges until one bin holds few keys. Host
+// code.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +10,7 @@
 
 namespace moe_ext {
 
-// The k-th largest of `keys`, all in [low, most], which are left in another order; 1 <= k <= n.
+// The k-th largest of n keys, all in [low, most], for 1 <= k <= n. Overwrites `keys`.
 template <typename Key>
 Key kth_largest(Key* keys, int64_t n, int64_t k, Key low, Key most) {
   constexpr int kBits = 11;
@@ -30,7 +31,7 @@ Key kth_largest(Key* keys, int64_t n, int64_t k, Key low, Key most) {
       in_bin = histogram[--bin];
     }
     k -= above;
-    // Written without a branch: whether a key is in the bin cannot be predicted.
+    // Without a branch, because the processor could not predict if a key is in the bin.
     int64_t kept = 0;
     for (int64_t i = 0; i < n; ++i) {
       const Key key = keys[i];
@@ -58,14 +59,15 @@ Key kth_largest(Key* keys, int64_t n, int64_t k) {
   return kth_largest(keys, n, k, low, most);
 }
 
-// The keys that are taken: all above `bound`, and the first `ties` that equal it.
+// The taken keys: all keys above `bound`, and the first `ties` keys equal to it.
 template <typename Key>
 struct Cut {
   Key bound;
   int64_t ties;
 };
 
-// The k largest of n keys in [low, most], equal ones by their order. Destroys `scratch`, a copy of the keys.
+// Cut of the k largest of n keys in [low, most]; of equal keys the first are taken. Overwrites `scratch`, which must
+// hold a copy of the keys.
 template <typename Key>
 Cut<Key> cut_largest(const Key* keys, Key* scratch, int64_t n, int64_t k, Key low, Key most) {
   if (k == 0) {

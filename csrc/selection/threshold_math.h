@@ -1,4 +1,4 @@
-// The rule by which a carried threshold follows what it finds, shared by every backend.
+// Adaptation of a carried threshold to the number of elements that passed it, shared by all backends.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ MOE_INLINE double root(double x) {
 #endif
 }
 
-// The next threshold, from how many passed this one. The eighth root keeps the loop stable where the count falls with
-// up to the sixteenth power of the threshold, as in the tail of a normal distribution.
+// The next threshold, if `found` elements passed this one. The eighth root keeps the control loop stable even if the
+// count falls with the sixteenth power of the threshold, as in the tail of a normal distribution.
 template <typename Acc>
 MOE_INLINE Acc adapted(Acc threshold, int64_t found, int64_t target) {
   const double ratio = static_cast<double>(found) / static_cast<double>(target);

@@ -22,7 +22,7 @@ MOE_EXT_SCHEMAS(m) {
 
 namespace {
 
-// A tensor of float32 state beside the gradient, of the gradient's shape.
+// Checks residual or velocity: contiguous, in the accumulation dtype, with the shape and device of the gradient.
 void check_state(const char* op, const char* name, const Tensor& state, const Tensor& grad) {
   check_same_device(op, name, state, "grad", grad);
   check_dtype(op, name, state, acc_dtype(grad.scalar_type()));
@@ -34,13 +34,13 @@ void check_state(const char* op, const char* name, const Tensor& state, const Te
       shape_string(state));
 }
 
-// `written` and what else a call reads or writes.
+// Refuses an `x` that shares memory with `written`, which the call writes.
 void check_apart(const char* op, const char* name, const Tensor& x, const char* written_name, const Tensor& written) {
   MOE_CHECK(
       !overlap(x, written), op, ": expected ", name, " to be in memory of its own, got a part of ", written_name, "'s");
 }
 
-// The state that is read, where that is not the one that is written.
+// Checks `residual_in` and `velocity_in`, from which the old state is read if they are given.
 void check_state_in(const char* op, const FeedbackTensors& x) {
   MOE_CHECK(
       x.velocity_in.has_value() == (x.residual_in.has_value() && x.velocity.has_value()), op,

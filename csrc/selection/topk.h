@@ -10,8 +10,8 @@
 
 namespace moe_ext::topk {
 
-// Division of a tensor of `numel` elements: scopes of `size` neighbouring elements (the last may be smaller), of which
-// each keeps its own `k`.
+// Division of a tensor of `numel` elements into scopes of `size` neighbouring elements (the last may be smaller). Up to
+// `k` elements are selected in each scope.
 struct Scopes {
   int64_t numel;
   int64_t size;
@@ -26,14 +26,14 @@ struct Scopes {
   int64_t kept(int64_t scope) const {
     return length(scope) < k ? length(scope) : k;
   }
-  // Sum over all scopes.
+  // Sum of `kept` over all scopes.
   int64_t total() const {
     return count() == 0 ? 0 : (count() - 1) * k + kept(count() - 1);
   }
 };
 
-// Tensors that a call reads and writes. If `residual_in` is given, the old residual is read from there, the velocity
-// from `velocity_in`, and both results are only written.
+// Arguments of a call. If `residual_in` is given, the old state is read from `residual_in` and `velocity_in`, and
+// `residual` and `velocity` are only written.
 struct FeedbackTensors {
   const Tensor& grad;
   const Tensor& residual;
@@ -44,16 +44,16 @@ struct FeedbackTensors {
   double residual_scale;
 };
 
-// Both check everything that needs no look at the data.
+// Check all arguments of topk_compress_, except for the values of elements, and return the division into scopes.
 Scopes check_topk_compress(const FeedbackTensors& state, int64_t k, int64_t scope_size);
 
-// The capacity of each scope takes the place of `k`.
+// Check all arguments of threshold_compress_, except for the values of elements. The `k` of the result is `capacity`.
 Scopes check_threshold_compress(
     const FeedbackTensors& state,
     const Tensor& threshold, // [], or [num_scopes]
     int64_t capacity, int64_t target, int64_t scope_size);
 
-// The loops' view of it; `grad` is contiguous.
+// Pointers and factors of a call, for the loops. `grad` is `state.grad` made contiguous, and owned by the caller.
 template <typename T>
 Feedback<T> feedback(const FeedbackTensors& state, const Tensor& grad) {
   using Acc = acc_t<T>;

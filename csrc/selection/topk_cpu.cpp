@@ -1,5 +1,5 @@
-// CPU side of the gradient selection. Scopes that fit a segment are cut one by one, in parallel; of a larger one, a
-// sample gives a bound that a little more than k elements are above, and large_scope.h chooses among those.
+// Gradient selection on CPU. Scopes that fit a segment are spread over threads, each handled by one thread. Larger
+// scopes follow one another; large_scope.h runs each with all threads.
 #include <torch/csrc/stable/library.h>
 
 #include <atomic>
@@ -23,7 +23,7 @@ using torch::stable::contiguous;
 using torch::stable::new_empty;
 using OptionalTensor = std::optional<Tensor>;
 
-// A result of fewer bytes is left to the caches.
+// Bytes of a residual from which on stores bypass the caches.
 constexpr int64_t kLeastStreamed = int64_t{8} << 20;
 
 template <typename T>
@@ -33,7 +33,7 @@ Feedback<T> host_feedback(const FeedbackTensors& state, const Tensor& grad) {
   return args;
 }
 
-// Names the first element that is not finite; there is one.
+// Raises an error that names the first element that is not finite.
 template <typename T>
 [[noreturn]] void refuse(const char* op, const Feedback<T>& args, int64_t numel) {
   using Key = key_t<acc_t<T>>;
@@ -67,7 +67,7 @@ void check_finite(const char* op, const Feedback<T>& args, int64_t numel) {
   }
 }
 
-// The functions below return whether all is finite that they were asked to check.
+// Selects in one scope of at most kSegment elements. Returns false if `check` is set and an element is not finite.
 template <typename T>
 bool topk_small_scope(
     const Feedback<T>& args, int64_t n, int64_t k, int64_t base, bool check, ScanBuffer<acc_t<T>>& buffer,
@@ -93,6 +93,7 @@ bool topk_small_scope(
   return true;
 }
 
+// Does the same in a scope of more than kSegment elements.
 template <typename T>
 bool topk_large_scope(const Feedback<T>& args, int64_t n, int64_t k, int64_t base, bool check, const Chosen<T>& out) {
   LargeScope<T> scope(kernels().of<T>(), args, n, check);
@@ -103,8 +104,9 @@ bool topk_large_scope(const Feedback<T>& args, int64_t n, int64_t k, int64_t bas
   return true;
 }
 
-// Calls run(scope, check, buffer) for each scope; small ones go to different threads. A scope is checked as it is fed
-// where what it reads stays as it is, or where it is alone and large, and can be undone.
+// Calls run(scope, check, buffer) -> finite for each scope; small scopes are spread over threads. `run` checks for NaN
+// and infinity while feeding if the inputs stay intact, or if a single large scope can undo. Otherwise a pass over all
+// elements checks first, because scopes that are already fed could not be undone.
 template <typename T, typename F>
 void for_scopes(const char* op, const Feedback<T>& args, const Scopes& scopes, bool check, F&& run) {
   const bool large = std::min(scopes.size, scopes.numel) > kSegment;
@@ -161,7 +163,7 @@ std::tuple<Tensor, Tensor> topk_compress_cpu(
   return {values, indices};
 }
 
-// Numbers of elements of a scope that passed its threshold, and that were written.
+// Number of elements of a scope that passed its threshold, and number of elements written to the result.
 struct Passed {
   int64_t found, written;
   bool finite = true;
@@ -201,7 +203,7 @@ Passed threshold_large_scope(
   return {found, written};
 }
 
-// found [scopes]: how many elements passed each threshold.
+// Writes to `found` [num_scopes] how many elements passed each threshold, and to `counts` how many were selected.
 template <typename T>
 void threshold_scopes(
     const char* op, const Feedback<T>& args, const Scopes& scopes, const acc_t<T>* thresholds, bool check,

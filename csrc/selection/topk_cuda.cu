@@ -1,4 +1,4 @@
-// CUDA side of the gradient selection: allocates and launches; never waits for the device.
+// Gradient selection on CUDA: allocation and launches on the current stream. The host never waits for the device.
 #include <tuple>
 
 #include "common/dispatch.h"
@@ -15,7 +15,7 @@ using torch::stable::new_empty;
 using torch::stable::new_zeros;
 using OptionalTensor = std::optional<Tensor>;
 
-// Looks for what is not finite where that is asked for, and selects.
+// Launches the check for NaN and infinity, if `check` is set, and the selection.
 template <bool kVelocity, typename T>
 void select(
     const Feedback<T>& args, const Tensor& residual, const Plan& plan, bool check, const Thresholds<T>& thresholds,
@@ -74,7 +74,7 @@ std::tuple<Tensor, Tensor, Tensor> threshold_compress_cuda(
   check_int32("threshold_compress_", "the number of scopes", scopes.count());
   const DeviceScope device(residual);
   const Tensor g = contiguous(grad);
-  // A gradient without elements still has a threshold that adapts.
+  // An empty gradient still has one scope, so that its threshold adapts.
   const int64_t count = scope_size == 0 ? 1 : scopes.count();
   Tensor values = new_empty(residual, {count * capacity});
   Tensor indices = new_empty(residual, {count * capacity}, ScalarType::Long);

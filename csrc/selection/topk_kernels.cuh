@@ -1,9 +1,10 @@
-// Gradient selection of large scopes. A warp works on a segment of 2048 elements.
-// (1) A sample gives a bound that a little more than k keys are above; a threshold is such a bound. (2) One pass feeds
-// and sets aside what is above it: segments with more than there is room for are read again below, as are all where
-// fewer than k were found. (3) A histogram for each digit finds the smallest selected key. (4) Each segment counts what
-// it gives, the counts are summed, and what is given is written in order and taken out of the state.
-// No block waits for another and integers alone are added by atomics: the result does not depend on the schedule.
+// Gradient selection in large scopes. A warp works on segments of 2048 elements.
+// (1) A sample gives a bound that slightly more than k keys exceed; a given threshold takes its place. (2) One pass
+// feeds the elements and sets aside those that reach the bound. Later kernels read a segment again if it found more
+// than there is room for, and all segments if fewer than k were found. (3) A histogram per digit finds the smallest
+// selected key. (4) Each segment counts its selected elements, the counts are summed, and the elements are written in
+// order and taken out of the state. No block waits for another and only integers are added by atomics, so results are
+// deterministic.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,14 +17,15 @@
 
 namespace moe_ext::topk {
 
-// So many blocks a multiprocessor leave registers for what the compiler would spill to run eight.
+// Resident blocks per multiprocessor. Left to itself, nvcc would spill registers to fit eight blocks.
 constexpr int kWalkBlocks = 4;
 
 __device__ __forceinline__ int64_t global_warp() {
   return int64_t{blockIdx.x} * kWarps + warp_id();
 }
 
-// Neighbours are often alike (zeros): a warp of equal bins adds once. -1 for none.
+// Adds 1 to `bins[bin]` for each lane of a warp; -1 counts nothing. Neighbours are often equal (zeros), so a warp whose
+// bins are all equal issues one atomic.
 __device__ __forceinline__ void count_bin(int* bins, int bin) {
   const int first = __shfl_sync(kFullMask, bin, 0);
   if (__all_sync(kFullMask, bin == first)) {
@@ -35,7 +37,7 @@ __device__ __forceinline__ void count_bin(int* bins, int bin) {
   }
 }
 
-// Adds what fill(bins) counts in shared memory to a histogram. Every thread of the block calls it.
+// Has fill(bins) count in shared memory, and adds the counts to `histogram`. Every thread of the block must call it.
 template <typename F>
 __device__ __forceinline__ void block_histogram(unsigned long long* histogram, F&& fill) {
   MOE_SHARED(int, bins, kBins);
@@ -57,7 +59,8 @@ struct Digit {
   int64_t above; // keys in higher bins
 };
 
-// The bin of the `wanted`-th largest of a histogram, which is cleared. Every thread of the block calls it.
+// Finds the bin that holds the `wanted`-th largest key, and clears the histogram. Every thread of the block must call
+// it.
 __device__ __forceinline__ Digit find_digit(unsigned long long* histogram, int64_t wanted) {
   constexpr int kPerThread = kBins / kThreads;
   MOE_SHARED(int64_t, found, 2);
@@ -103,7 +106,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(State<T> state, Plan p
   });
 }
 
-// One block a scope.
+// Launched with one block per scope.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     begin_search_kernel(Plan plan, Thresholds<T> thresholds, Scratch<T> scratch) {
@@ -118,14 +121,14 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t sampled = plan.length(scope) / kSampledRun * kSampledLine;
     const double expected =
         static_cast<double>(wanted) * static_cast<double>(sampled) / static_cast<double>(plan.length(scope));
-    // Four deviations if the elements of a line are all alike.
+    // Adds four standard deviations, as if all elements of a line were alike.
     const double rank = expected + 4 * root(expected * kSampledLine) + kSampledLine;
     if (rank < static_cast<double>(sampled)) {
       const Digit digit = find_digit(scratch.histogram + scope * kBins, static_cast<int64_t>(rank));
       low = max(low, static_cast<Key>(digit.bin) << kTopShift<Key>);
     }
   }
-  // If the sample was not used, its histogram is still to be cleared.
+  // find_digit clears the histogram, but does not run if the rank is beyond the sample.
   for (int bin = static_cast<int>(threadIdx.x); bin < kBins; bin += kThreads) {
     scratch.histogram[scope * kBins + bin] = 0;
   }
@@ -134,7 +137,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Sets the elements aside that `mine` marks, in order; returns how many there are in the warp.
+// Appends the elements that `mine` marks to `values` and `offsets`, in order, as long as there is room. Returns the
+// number of marked elements in the warp.
 template <int kSize, typename Acc>
 __device__ __forceinline__ int set_aside(
     const Acc (&a)[kSize], unsigned mine, int offset, int count, Acc* values, uint16_t* offsets) {
@@ -180,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks) feed_kernel(State<T> st
       unsigned mine = 0;
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
-        // low is at least 1: what lies beyond the end is 0.
+        // Elements beyond the end are 0 and never marked, because low is at least 1.
         mine |= static_cast<unsigned>(key_of(a[j]) >= low) << j;
       }
       if (__any_sync(kFullMask, mine != 0)) {
@@ -197,7 +201,8 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks) feed_kernel(State<T> st
   }
 }
 
-// Calls f(is_one, index, value) for what segment s may give, lane by lane in order, as often in every lane.
+// Calls f(is_one, index, value) for the candidates of segment s, in order of lanes. All lanes call f equally often, so
+// that f may use warp functions; `is_one` is false for a lane without a candidate.
 template <bool kVelocity, typename T, typename F>
 __device__ __forceinline__ void for_each_found(
     const State<T>& state, const Plan& plan, const Scratch<T>& scratch, bool refused, int64_t s, F&& f) {
@@ -226,7 +231,7 @@ __device__ __forceinline__ void for_each_found(
   }
 }
 
-// The digit of `width` bits at `shift`, of the keys with the digits above that have been found.
+// Adds a histogram of the digit of `width` bits at `shift`, over the keys whose higher digits equal the found prefix.
 template <bool kVelocity, typename T>
 __global__ void __launch_bounds__(kThreads, kWalkBlocks)
     count_digits_kernel(State<T> state, Plan plan, Scratch<T> scratch, int shift, int width) {
@@ -252,7 +257,7 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks)
   });
 }
 
-// One block a scope.
+// Launched with one block per scope.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) find_digit_kernel(Plan plan, Scratch<T> scratch, int shift) {
   using Key = key_t<acc_t<T>>;
@@ -267,7 +272,7 @@ __global__ void __launch_bounds__(kThreads) find_digit_kernel(Plan plan, Scratch
   }
 }
 
-// places [num_scopes, 2, segments]: how many keys of each segment are above the bound, and how many equal it.
+// Writes to places [num_scopes, 2, segments] how many keys of each segment are above the bound, and how many equal it.
 template <bool kVelocity, typename T>
 __global__ void __launch_bounds__(kThreads, kWalkBlocks)
     count_selected_kernel(State<T> state, Plan plan, Scratch<T> scratch) {
@@ -288,7 +293,8 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks)
   }
 }
 
-// Every lane calls it, in order; writes what the bound takes at its place and clears it in the state.
+// Writes a selected element to its place in the result, and takes it out of the state if `write` is set. Every lane of
+// the warp must call it; lanes are in order of index.
 template <bool kVelocity, typename T>
 __device__ __forceinline__ void select_lane(
     const State<T>& state, Bound<key_t<acc_t<T>>> bound, bool write, bool is_one, int64_t index, acc_t<T> value,
@@ -325,7 +331,7 @@ __global__ void __launch_bounds__(kThreads, kWalkBlocks)
   }
 }
 
-// (0, last element) in the slots that are left, and the thresholds' next values.
+// Fills unused slots with (0, index of the last element) and computes the next thresholds.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     finish_threshold_kernel(State<T> state, Plan plan, Thresholds<T> thresholds, Scratch<T> scratch, Selected<T> out) {

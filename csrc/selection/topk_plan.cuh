@@ -1,4 +1,4 @@
-// Division of the selection into segments, and the scratch memory of a call.
+// Division of a selection on CUDA into segments, and the scratch memory of a call.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,13 +10,14 @@
 
 namespace moe_ext::topk {
 
-// Elements that a warp works on, and how many of them it can set aside.
+// Elements of the segment of a warp, and room for the elements that it sets aside.
 constexpr int64_t kWarpSegment = 2048;
 constexpr int kSegmentFound = 256;
-// A sampled line of each run; where it lies in its run must not follow the rows of a matrix: it is hashed.
+// The sample holds kSampledLine elements of every kSampledRun. The place of a line in its run is hashed: a regular
+// place could fall on the same columns of every row of a matrix.
 constexpr int64_t kSampledRun = 2048;
 constexpr int64_t kSampledLine = 16;
-// Bits of a key that one histogram tells apart.
+// Bits of a key that one histogram counts.
 constexpr int kDigitBits = 11;
 constexpr int kBins = 1 << kDigitBits;
 
@@ -25,15 +26,15 @@ constexpr int kKeyBits = 8 * static_cast<int>(sizeof(Key)) - 1;
 template <typename Key>
 constexpr int kTopShift = kKeyBits<Key> - kDigitBits;
 
-// Scopes of `size` neighbouring elements, the last may have fewer; each gives at most k.
+// Division into scopes of `size` neighbouring elements (the last may be smaller), with at most k selected in each.
 struct Plan {
   int64_t numel;
   int64_t size;
   int64_t num_scopes;
   int64_t k;
-  bool by_threshold; // or the k largest, whatever they are
-  int64_t segments;  // of a scope
-  int blocks;        // of a scope, where its elements are counted
+  bool by_threshold; // select elements above a threshold instead of the k largest
+  int64_t segments;  // per scope
+  int blocks;        // per scope, in the kernels that make histograms or fill slots
 
   __device__ __forceinline__ int64_t length(int64_t scope) const {
     return min(size, numel - scope * size);
@@ -54,11 +55,11 @@ inline Plan make_plan(
 
 template <typename T>
 struct Selected {
-  acc_t<T>* values; // [num_scopes, k], or fewer of the last scope for the k largest
+  acc_t<T>* values; // [num_scopes, k]; for the k largest, a last scope of fewer than k elements has fewer slots
   int64_t* indices;
 };
 
-// Null, but for a selection by threshold.
+// Thresholds of a selection by threshold; null pointers otherwise.
 template <typename T>
 struct Thresholds {
   acc_t<T>* bound; // [num_scopes]
@@ -69,16 +70,16 @@ struct Thresholds {
 // State of the search for the smallest selected key of a scope.
 template <typename Key>
 struct Search {
-  Key low;                  // keys below have not been set aside
-  Key prefix;               // the key's digits so far
-  int64_t wanted;           // among the keys with that prefix
-  unsigned long long found; // keys from `low` on
+  Key low;                  // bound of the feed: only keys from `low` on are set aside
+  Key prefix;               // digits found so far
+  int64_t wanted;           // rank of the key among the keys with that prefix
+  unsigned long long found; // number of keys from `low` on
 };
 
 template <typename Key>
 struct Bound {
-  Key key;      // all above it are selected
-  int64_t ties; // and so many that equal it
+  Key key;      // all keys above are selected
+  int64_t ties; // number of selected keys equal to `key`
 };
 
 template <typename Key>
@@ -98,14 +99,14 @@ template <typename T>
 struct Scratch {
   using Key = key_t<acc_t<T>>;
   Search<Key>* search;           // [num_scopes]
-  unsigned long long* histogram; // [num_scopes, kBins]; both begin as zeros
+  unsigned long long* histogram; // [num_scopes, kBins]; `search` and `histogram` must begin as zeros
   int64_t* places;               // [num_scopes, 2, segments]
   acc_t<T>* values;              // [num_scopes, segments, kSegmentFound]
   int* counts;                   // [num_scopes, segments]
-  uint16_t* offsets;             // as values
+  uint16_t* offsets;             // [num_scopes, segments, kSegmentFound]
 };
 
-// Bytes of scratch memory: what must be zero, and the rest.
+// Bytes of scratch memory that must begin as zeros, and bytes of other scratch memory.
 struct ScratchBytes {
   int64_t zeroed;
   int64_t other;

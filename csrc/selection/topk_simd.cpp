@@ -1,5 +1,5 @@
-// Loops of the gradient selection, compiled once per instruction set: a block is computed into buffers that stay in the
-// first cache, its keys are compacted from there, and what is left of it goes to the state.
+// Loops of the gradient selection, compiled once per instruction set. A block is computed into buffers that stay in the
+// L1 cache, its large keys are compacted from there, and its remaining elements are written to the state.
 #include "common/stream.h"
 #include "selection/undo_simd.h"
 
@@ -8,7 +8,7 @@ namespace {
 
 enum class Mode { kRead, kFeed, kLog };
 
-// New values of a block of the state.
+// New residual and velocity of a block.
 template <typename Acc>
 struct Fed {
   alignas(64) Acc residual[kBlock];
@@ -83,9 +83,9 @@ void undo(const Feedback<T>& args, int64_t begin, int64_t n, const UndoLog<acc_t
   }
 }
 
-// A block is read in one go and compacted after: the processor does not see far enough ahead to read the next one in
-// the meantime, and its own prefetcher stops at the end of a page.
-constexpr int64_t kAhead = 2048; // elements
+// Distance of the prefetch, in elements. Out-of-order execution does not reach the loads of the next block while a
+// block is compacted, and the hardware prefetcher stops at the end of a page.
+constexpr int64_t kAhead = 2048;
 
 template <typename T>
 MOE_INLINE void prefetch(const T* block) {
@@ -107,7 +107,7 @@ MOE_INLINE void prefetch(const Feedback<T>& args, int64_t begin) {
 template <typename Key>
 MOE_INLINE Key largest_of(const Key* keys, int64_t n, Key largest) {
   using Signed = std::make_signed_t<Key>;
-  // A key has no sign bit, and more instruction sets have a maximum of signed numbers.
+  // The top bit of a key is 0, and more instruction sets have a maximum of signed numbers.
   Signed most = static_cast<Signed>(largest);
   for (int64_t i = 0; i < n; ++i) {
     const Signed key = static_cast<Signed>(keys[i]);
@@ -123,7 +123,7 @@ MOE_INLINE void fill(Key* block, int64_t size) {
   }
 }
 
-// Writes a block without the elements whose keys are larger than `low`, past the caches where that is asked for.
+// Writes a block with zeros for the elements whose keys are larger than `low`. Stores bypass the caches if `streamed`.
 template <typename Acc, typename Key>
 MOE_INLINE void write_block(Acc* block, const Key* keys, Key low, int64_t n, Acc* out, bool streamed) {
   using Signed = std::make_signed_t<Key>;
@@ -137,8 +137,8 @@ MOE_INLINE void write_block(Acc* block, const Key* keys, Key low, int64_t n, Acc
   }
 }
 
-// Calls f(offset, size, keys, fed) for each block, after its keys have been computed, and writes what is fed without
-// the keys larger than `low`. The keys of a block that is not full are zero behind its end, if kPadded.
+// Computes the keys of each block, calls f(offset, size, keys, fed), and, unless kMode is kRead, writes the fed block
+// with zeros for keys larger than `low`. With kPadded, zeros follow the keys of a block that is not full.
 template <bool kVelocity, bool kScaled, Mode kMode, bool kPadded, typename T, typename F>
 MOE_INLINE void for_blocks(
     const Feedback<T>& args, int64_t begin, int64_t n, key_t<acc_t<T>> low, UndoLog<acc_t<T>>* log, F f) {
@@ -222,13 +222,13 @@ int64_t scan(const Feedback<T>& args, int64_t begin, int64_t n, Key low, const F
 }
 
 #if defined(__AVX512F__)
-constexpr int64_t kWord = 64; // elements that are fed at once, a bit each
+constexpr int64_t kWord = 64; // elements that are fed at once; a uint64_t holds one bit for each
 constexpr int64_t kVectors = kWord / kLanes;
 
-// Products with a factor, which are slow where one is of or to a subnormal number; that costs more than this check.
+// Multiplies by a factor. The check costs less than a product with a subnormal operand or result.
 MOE_INLINE void scale_word(__m512 (&x)[kVectors], float factor) {
   const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF), one = _mm512_set1_epi32(1);
-  __m512i least = _mm512_set1_epi32(-1); // for zeros, the key less one is the largest number
+  __m512i least = _mm512_set1_epi32(-1); // of key - 1, which makes a zero the largest number
   for (const __m512 each : x) {
     least = _mm512_min_epu32(least, _mm512_sub_epi32(_mm512_and_si512(_mm512_castps_si512(each), magnitude), one));
   }
@@ -245,10 +245,10 @@ MOE_INLINE void scale_word(__m512 (&x)[kVectors], float factor) {
   }
 }
 
-// Logs a word, whose old values are `steps` from what the feed taken backwards gives.
+// Logs a word, given the distances in floats from the inverted feed to the old values `before` (`UndoLog`).
 MOE_INLINE void log_word(const __m512i (&steps)[kVectors], const float* before, int8_t* out, UndoLog<float>* log) {
   const __m512i low = _mm512_packs_epi32(steps[0], steps[1]), high = _mm512_packs_epi32(steps[2], steps[3]);
-  // Each 128 bits of the packed bytes hold four of each vector in turn.
+  // In the packed bytes, each 128 bits hold four steps of every vector; the permutation restores the order.
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __m512i bytes = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
   _mm512_storeu_si512(out, bytes);
@@ -258,7 +258,8 @@ MOE_INLINE void log_word(const __m512i (&steps)[kVectors], const float* before, 
   }
 }
 
-// Feeds a word, and returns which elements left the state; those are in `fed`. A logged word is in place.
+// Feeds a word and returns the bits of the elements above `bound`, which leave the state. `fed` receives a of all
+// elements. With kLogged the call must be in place.
 template <bool kScaled, bool kLogged>
 MOE_INLINE uint64_t feed_word(
     const Feedback<float>& args, int64_t begin, bool streamed, __m512i bound, float* fed, __m512i* equal,
@@ -343,7 +344,7 @@ int64_t feed_and_scan_blocks(
 }
 #endif
 
-// With a log or, where it is null, without.
+// Feeds and scans; logs the feed unless `log` is null.
 template <typename T, typename Acc, typename Key>
 int64_t logged_feed_and_scan(
     const Feedback<T>& args, int64_t begin, int64_t n, Key low, const Found<Acc>& out, Scanned<Key>* seen,

@@ -5,15 +5,16 @@
 
 namespace moe_ext::topk {
 
-// Elements that a loop is called with at most; a thread keeps the candidates of one segment in its cache.
+// Most elements of one call of a loop. The candidates of one segment fit in the cache of a core.
 constexpr int64_t kSegment = 16384;
-// Capacity of the buffers of the scans: whole vectors are stored at their end.
+// Elements of the buffers of a scan. The last store of a scan may be a whole vector that reaches beyond the segment.
 constexpr int64_t kSegmentBuffer = kSegment + 16;
 
 constexpr uint32_t kSignBit = 0x80000000u;
 
-// Buffers for what a scan collects, each with room for kSegmentBuffer: the keys, and their offsets from the first
-// element. Where they leave the state, the top bit of an offset is the sign, and the velocities are kept too.
+// Buffers for the elements that a scan collects, each with room for kSegmentBuffer: keys, and offsets from the first
+// element of the call. If a scan takes elements out of the state, the top bit of an offset is the sign of the value,
+// and `velocities` holds the velocities.
 template <typename Acc>
 struct Found {
   key_t<Acc>* keys;
@@ -21,46 +22,52 @@ struct Found {
   Acc* velocities; // or null
 };
 
-// Findings of a scan besides the keys that it collects; raised by each call.
+// Further results of a scan. A call updates the values of earlier calls: their maximum and sum.
 template <typename Key>
 struct Scanned {
-  Key largest = 0;   // of those collected
-  int64_t equal = 0; // keys that equal the bound
+  Key largest = 0;   // largest collected key
+  int64_t equal = 0; // number of keys equal to the bound
 };
 
-// Log for taking a feed back bit for bit: how many floats the old value is above what the feed taken backwards gives.
-// A step of kFarStep or more either way keeps the value itself.
+// Distance from which on the log of a feed holds the old value itself. Below, the log holds a step: the number of
+// representable floats from the inverted feed, (a - u) / residual_scale for the residual, to the old value.
 constexpr int kFarStep = 127;
 
+// Log of a feed in place, by which `undo` restores the old state bit for bit.
 template <typename Acc>
 struct UndoLog {
-  int8_t* steps;     // kSegment of the residual, and where there is one of the velocity
-  Acc* values;       // room for 2 kSegmentBuffer
-  int64_t count = 0; // of values
+  int8_t* steps;     // kSegment for the residual, then kSegment for the velocity if there is one
+  Acc* values;       // old values at a far step, in order; room for 2 kSegmentBuffer
+  int64_t count = 0; // number of values
 };
 
-// Each works on the elements [begin, begin + n), n <= kSegment. Keys are those of a = residual_scale e + u. A scan
-// collects the keys that are larger than `low`, in order, and returns how many.
+// Loops over the elements [begin, begin + n), n <= kSegment. The key of an element is the magnitude of a =
+// residual_scale e + u as bits. A scan collects the keys that are larger than `low`, in order, and returns their
+// number.
 template <typename T>
 struct FeedbackKernels {
   using Acc = acc_t<T>;
   using Key = key_t<Acc>;
   // Writes the key of every element.
   void (*keys)(const Feedback<T>& args, int64_t begin, int64_t n, Key* keys);
+  // Returns the largest key.
   Key (*largest)(const Feedback<T>& args, int64_t begin, int64_t n);
+  // Scans without changing the state.
   int64_t (*scan)(
       const Feedback<T>& args, int64_t begin, int64_t n, Key low, const Found<Acc>& out, Scanned<Key>* seen);
-  // e = a, and the velocity's new value.
+  // Writes a to the residual and u to the velocity.
   void (*feed)(const Feedback<T>& args, int64_t begin, int64_t n);
-  // Both at once: what is collected leaves the state. And with a log, in place.
+  // Feeds and scans in one pass. Collected elements become zero in residual and velocity.
   int64_t (*feed_and_scan)(
       const Feedback<T>& args, int64_t begin, int64_t n, Key low, const Found<Acc>& out, Scanned<Key>* seen);
+  // Does the same in place, and logs the feed for `undo`.
   int64_t (*logged_feed_and_scan)(
       const Feedback<T>& args, int64_t begin, int64_t n, Key low, const Found<Acc>& out, Scanned<Key>* seen,
       UndoLog<Acc>* log);
-  // Residual and velocity as they were before `logged_feed_and_scan`, of which what was collected has been put back.
+  // Restores residual and velocity to the state before `logged_feed_and_scan`. The caller must first put the collected
+  // elements back.
   void (*undo)(const Feedback<T>& args, int64_t begin, int64_t n, const UndoLog<Acc>& log);
-  // A scan of what has been fed, and stays there.
+  // Scans a fed residual without changing it.
   int64_t (*scan_fed)(const Acc* residual, int64_t n, Key low, const Found<Acc>& out, Scanned<Key>* seen);
 };
 

@@ -1,4 +1,4 @@
-// The log by which a feed is taken back bit for bit (topk_tables.h). Compiled once per instruction set.
+// Writing and reading of the log by which a feed is undone (topk_tables.h). Compiled once per instruction set.
 #pragma once
 
 #include "selection/scale_simd.h"
@@ -6,7 +6,7 @@
 namespace moe_ext::topk::MOE_ISA {
 namespace {
 
-// A block of residual or velocity before the feed, and what taking the feed back gives for it.
+// A block of residual or velocity before the feed, and the guess of these values by the inverted feed.
 template <typename Acc>
 struct Backwards {
   alignas(64) Acc before[kBlock];
@@ -22,6 +22,7 @@ MOE_INLINE bool is_far(int step) {
   return step >= kFarStep || step <= -kFarStep;
 }
 
+// Appends a block to the log. `inverse` is the reciprocal of the factor of the feed, by which guesses are scaled first.
 template <typename Acc>
 MOE_INLINE void log_block(
     Backwards<Acc>& block, Acc inverse, int64_t n, int8_t* __restrict steps, UndoLog<Acc>* __restrict log) {
@@ -41,6 +42,7 @@ MOE_INLINE void log_block(
       for_bits<2>(bits_of(far), log->count, [&](int64_t slot, int64_t i) { log->values[slot] = block.before[i]; });
 }
 
+// Restores a block of `state` from the log. `count` is the number of logged values used so far.
 template <typename Acc>
 MOE_INLINE void restore_block(
     Acc* __restrict state, Acc* __restrict guess, Acc inverse, int64_t n, const int8_t* steps, const Acc* values,
