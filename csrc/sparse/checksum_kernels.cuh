@@ -1,5 +1,5 @@
-// CRC-32C on a device. The remainder of a whole is the sum of the remainders of its chunks, each times a power of x, so
-// that every thread has chunks of its own. For debugging: a bit at a time.
+// CRC-32C on a device. The remainder of a payload is the sum of the remainders of its chunks, each times a power of x,
+// so every thread can work on its own chunks. Checksums are meant for debugging, so one bit at a time is fast enough.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,7 @@
 
 namespace moe_ext::wire {
 
-constexpr uint32_t kPolynomial = 0x82F63B78u; // bits are reflected: the highest is that of x^0
+constexpr uint32_t kPolynomial = 0x82F63B78u; // reflected: the highest bit is the coefficient of x^0
 constexpr uint32_t kOne = 0x80000000u;
 constexpr int64_t kChunk = 1024;
 constexpr int kChecksumThreads = 128;
@@ -29,7 +29,7 @@ __device__ __forceinline__ uint32_t product(uint32_t a, uint32_t b) {
   return sum;
 }
 
-// a x^(8 bytes): the remainder of a followed by so many zeros.
+// a x^(8 bytes): the remainder of a message of remainder a followed by `bytes` zero bytes.
 __device__ __forceinline__ uint32_t followed_by(uint32_t a, uint64_t bytes) {
   uint32_t power = kOne >> 8;
   for (; bytes != 0; bytes >>= 1) {
@@ -47,7 +47,7 @@ __device__ __forceinline__ uint32_t warp_xor(uint32_t value) {
   return value;
 }
 
-// partial [warps]; the bytes from `skipped` on, four of them, count as zeros.
+// Writes the sum of the chunks of each warp to partial [warps]. The four bytes from `skipped` on count as zeros.
 static __global__ void __launch_bounds__(kChecksumThreads) chunk_checksums_kernel(
     const uint8_t* __restrict__ bytes, int64_t size, int64_t skipped, uint32_t* __restrict__ partial) {
   uint32_t sum = 0;
@@ -69,7 +69,7 @@ static __global__ void __launch_bounds__(kChecksumThreads) chunk_checksums_kerne
   }
 }
 
-// One warp. The checksum begins and ends with all bits inverted.
+// Joins the sums; launched with one warp. CRC-32C inverts all bits of the initial and of the final remainder.
 static __global__ void __launch_bounds__(kWarpSize) join_checksums_kernel(
     const uint32_t* __restrict__ partial, int count, int64_t size, uint32_t* __restrict__ checksum) {
   uint32_t sum = lane_id() == 0 ? followed_by(~0u, static_cast<uint64_t>(size)) : 0u;
@@ -86,7 +86,7 @@ inline Dim3 checksum_grid(int64_t size) {
   return persistent_grid(ceil_div(size, kChecksumThreads * kChunk), kChecksumThreads, device_properties());
 }
 
-// Words of scratch memory.
+// Size of `partial`, the scratch memory of launch_checksum, in words of 32 bits.
 inline int64_t num_checksum_words(int64_t size) {
   return checksum_grid(size).x * (kChecksumThreads / kWarpSize);
 }

@@ -1,5 +1,5 @@
-// Decoders of the wire format. Whatever the bytes, nothing is written out of bounds; the first value that is not as it
-// should be is kept in `wrong`, which the caller reads before it hands the indices on.
+// Decoders of the wire format. Whatever the bytes, nothing is written out of bounds. `wrong` tells the first wrong
+// index; the caller must read it before using the indices.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,14 +10,14 @@
 
 namespace moe_ext::wire {
 
-// Parts of the payload that is decoded; pointers at multiples of 16.
+// Encoded indices and the results of decoding. Pointers are at multiples of 16 bytes.
 struct Encoded {
   const uint8_t* bytes; // [index_bytes]
   int64_t index_bytes;
   int64_t count;
   int64_t numel;
   int64_t* indices;          // [count]
-  unsigned long long* wrong; // [], 0 where nothing is, else kWrongFrom less the first value that is
+  unsigned long long* wrong; // [], 0 if all are right, otherwise kWrongFrom minus the number of the first wrong index
 };
 
 constexpr unsigned long long kWrongFrom = 1ull << 63;
@@ -26,7 +26,7 @@ __device__ __forceinline__ void mark_wrong(const Encoded& in, int64_t at) {
   atomicMax(in.wrong, kWrongFrom - static_cast<unsigned long long>(at));
 }
 
-// Marks a number of indices other than the header's.
+// Marks the payload as wrong if it does not hold as many indices as its header says.
 static __global__ void check_total_kernel(Encoded in, const uint64_t* __restrict__ total) {
   const int64_t found = static_cast<int64_t>(*total);
   if (found != in.count) {
@@ -34,12 +34,12 @@ static __global__ void check_total_kernel(Encoded in, const uint64_t* __restrict
   }
 }
 
-// A byte of a bitmap, 0 beyond its end.
+// Byte i of a bitmap, or 0 beyond its end.
 __device__ __forceinline__ uint32_t byte_at(const Encoded& in, int64_t i) {
   return i < in.index_bytes ? in.bytes[i] : 0u;
 }
 
-// counts [segments]: bits of each segment.
+// Writes the number of set bits of each segment to counts [segments].
 static __global__ void __launch_bounds__(kThreads) count_bits_kernel(Encoded in, uint64_t* __restrict__ counts) {
   for (int64_t s = global_warp(); s * kSegment < in.index_bytes; s += num_warps()) {
     int sum = 0;
@@ -80,12 +80,12 @@ static __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// places [runs]: the first value of each run.
+// Decodes codec kU16. places [runs] holds the number of values before each run.
 static __global__ void __launch_bounds__(kThreads)
     decode_u16_kernel(Encoded in, int64_t runs, const uint64_t* __restrict__ places) {
   const uint16_t* const offsets = reinterpret_cast<const uint16_t*>(in.bytes + 4 * runs);
   for (int64_t i = global_thread(); i < in.count; i += num_threads()) {
-    // The last run that begins at or before value i; those without values begin where the next one does.
+    // The run of value i is the last run that begins at or before i. An empty run begins at the same value as the next.
     const int64_t run = first_from(places, runs, i + 1) - 1;
     const int64_t index = run * kRun + offsets[i];
     const bool first = static_cast<int64_t>(places[run]) == i;
@@ -100,7 +100,7 @@ __device__ __forceinline__ bool ends_gap(const Encoded& in, int64_t i) {
   return i < in.index_bytes && in.bytes[i] < 128;
 }
 
-// counts [segments]: gaps that end in each.
+// Writes the number of gaps that end in each segment to counts [segments].
 static __global__ void __launch_bounds__(kThreads) count_gaps_kernel(Encoded in, uint64_t* __restrict__ counts) {
   for (int64_t s = global_warp(); s * kSegment < in.index_bytes; s += num_warps()) {
     int sum = 0;
@@ -117,7 +117,7 @@ static __global__ void __launch_bounds__(kThreads) count_gaps_kernel(Encoded in,
   }
 }
 
-// The gap that ends at byte i, or numel where it is none.
+// Returns the gap that ends at byte i, or numel if its encoding is wrong.
 __device__ __forceinline__ uint64_t read_gap(const Encoded& in, int64_t i) {
   uint64_t gap = in.bytes[i];
   int groups = 1;
@@ -127,11 +127,11 @@ __device__ __forceinline__ uint64_t read_gap(const Encoded& in, int64_t i) {
     }
     gap = gap << 7 | (in.bytes[j] & 127u);
   }
-  // A last group of zero would make two encodings of one gap.
+  // A last group of zero is refused: it would be a second encoding of the same gap.
   return groups > 1 && in.bytes[i] == 0 ? static_cast<uint64_t>(in.numel) : gap;
 }
 
-// indices [count] become the steps to them: gap + 1.
+// Writes to indices [count] the step from the previous index to each index: gap + 1.
 static __global__ void __launch_bounds__(kThreads) read_gaps_kernel(Encoded in, const uint64_t* __restrict__ places) {
   for (int64_t s = global_warp(); s * kSegment < in.index_bytes; s += num_warps()) {
     int64_t place = static_cast<int64_t>(places[s]);
@@ -151,7 +151,8 @@ static __global__ void __launch_bounds__(kThreads) read_gaps_kernel(Encoded in, 
   }
 }
 
-// sums [segments] of steps, modulo 2^64: the first index that leaves the range is smaller than that.
+// Writes the sum of the steps of each segment to sums [segments], modulo 2^64. Wrapping does no harm: the first index
+// that leaves the range is far below 2^64, and is marked as wrong.
 static __global__ void __launch_bounds__(kThreads) sum_steps_kernel(Encoded in, uint64_t* __restrict__ sums) {
   for (int64_t s = global_warp(); s * kSegment < in.count; s += num_warps()) {
     uint64_t sum = 0;
@@ -184,7 +185,7 @@ static __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Longs of scratch memory, which begin as zeros.
+// Size of the scratch memory of launch_decode_indices in uint64; it must begin as zeros.
 inline int64_t num_decode_longs(IndexCodec codec, int64_t index_bytes, int64_t count, int64_t numel) {
   const int64_t runs = static_cast<int64_t>(num_runs(static_cast<uint64_t>(numel)));
   return 1 + (codec == IndexCodec::kU16 ? runs : num_segments(index_bytes) + num_segments(count));

@@ -1,4 +1,5 @@
-// Packing by mask: the argument checks. A bitmap has a bit for each element, eight a byte, the first in the lowest bit.
+// Packing by mask: the argument checks that both backends share. A bitmap has one bit per element, eight per byte, the
+// first element in the lowest bit.
 #pragma once
 
 #include <cstdint>
@@ -24,6 +25,6 @@ void check_masked_mm(
     const Tensor& x,                              // [T, K]
     const Tensor& values,                         // [n]
     const Tensor& bitmap,                         // [M, K / 8]
-    const std::optional<Tensor>& expert_offsets); // of x; values and bitmap are then those of all experts
+    const std::optional<Tensor>& expert_offsets); // [E + 1], into the rows of x; values and bitmap then hold E experts
 
 } // namespace moe_ext::mask

@@ -1,5 +1,5 @@
-// CPU side of packing by mask. The elements are cut into pieces of a fixed size, whose marks are counted first: so each
-// piece knows its place among the packed ones, and is moved by one thread.
+// Packing by mask on CPU. The elements are cut into pieces of a fixed size. The marks of all pieces are counted first,
+// so that the place of each piece in `packed` is known and different threads can move different pieces.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -48,7 +48,8 @@ Tensor pack_bits_cpu(Tensor x) {
   return bitmap;
 }
 
-// Marks before each piece, and their number last; refuses others than packed has room for.
+// Returns the number of marks before each piece, and last the number of all marks. Refuses a bitmap whose number of
+// marks is not the size of `packed`.
 std::vector<int64_t> places(const char* op, const Tensor& bitmap, int64_t numel, const Tensor& packed) {
   const int64_t pieces = (numel + kPiece - 1) / kPiece, num_bytes = num_bitmap_bytes(numel);
   const uint8_t* bytes = data<const uint8_t>(bitmap);
@@ -102,10 +103,11 @@ void unpack_masked_cpu(Tensor out, Tensor packed, Tensor bitmap) {
   });
 }
 
-// Rows are divided between threads, a block of kRows at a time: their first values are counted before.
+// Rows of a block that one thread multiplies. `places_of_rows` counts the values before each block.
 constexpr int64_t kRows = 16;
 
-// Places of values: before the first of `num_rows` rows, and before each kRows of them.
+// Returns the place in `values` of each block of kRows rows, and last of the end. `begin` is the place of the first
+// row.
 std::vector<int64_t> places_of_rows(const uint8_t* bitmap, int64_t num_rows, int64_t row_bytes, int64_t begin) {
   std::vector<int64_t> first{begin};
   for (int64_t row = 0; row < num_rows; row += kRows) {
@@ -146,7 +148,7 @@ Tensor masked_mm_cpu(
   const Tensor tokens = as_contiguous(x), packed = as_contiguous(values), bits = as_contiguous(bitmap);
   const int64_t num_tokens = x.size(0), dim = x.size(1), num_rows = bits.size(0), row_bytes = bits.size(1);
   const uint8_t* marks = data<const uint8_t>(bits);
-  // One expert with all tokens, where none are told.
+  // Without expert_offsets, all tokens belong to a single expert.
   const int64_t all[2] = {0, num_tokens};
   const Tensor of_experts = expert_offsets ? as_offsets(*expert_offsets) : Tensor();
   const int64_t* begin = expert_offsets ? data<const int64_t>(of_experts) : all;

@@ -1,5 +1,6 @@
-// CUDA side of packing by mask: allocates and launches. Nothing waits for the device: what the CPU refuses of a
-// bitmap's content touches no memory here, or is trapped.
+// Packing by mask on CUDA: allocation and launches on the current stream. The host never waits for the device, so a
+// wrong bitmap, which the CPU refuses, raises no error: it touches no memory out of bounds, or traps with
+// kCheckIndices.
 #include "common/dispatch.h"
 #include "common/dispatch_cuda.cuh"
 #include "common/torch_cuda.cuh"
@@ -53,7 +54,7 @@ Tensor masked_mm_cuda(
   const int64_t num_rows = bits.size(0);
   const Tensor of_experts = expert_offsets ? as_contiguous(*expert_offsets) : Tensor();
   const ExpertBounds experts = expert_offsets ? bounds_of("masked_mm", of_experts) : ExpertBounds{};
-  // Rows of no expert are zero.
+  // Tokens outside of all experts get rows of zeros.
   Tensor out = expert_offsets ? torch::stable::new_zeros(tokens, {x.size(0), num_rows / experts.num_experts})
                               : new_empty(tokens, {x.size(0), num_rows});
   const Tensor counts = new_empty(tokens, {num_rows + 1}, ScalarType::Long);

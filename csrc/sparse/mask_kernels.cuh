@@ -1,6 +1,6 @@
-// A block takes a tile of 8192 elements, a thread one word of its bitmap. Marks of tiles are counted and summed first;
-// then a block knows the place of each of its words, and a warp moves the 32 elements of a word together: neighbours
-// are read, or written, by neighbouring lanes.
+// Packing by mask. A block handles a tile of 8192 elements, and each thread holds one word of the tile's bitmap. The
+// marks of all tiles are counted and summed first, so that a block knows the place of each of its words. A warp moves
+// the 32 elements of a word together, so that its accesses are coalesced.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,8 +22,8 @@ inline int64_t num_tiles(int64_t numel) {
   return ceil_div(numel, kTile);
 }
 
-// Marks of elements [kWord * word, ...), none past the last element. Bytes, since a bitmap may begin anywhere. Marks
-// past the end are a mistake that kCheck traps.
+// Marks of the kWord elements of a word; marks past the last element are dropped, or trap with kCheck. The word is read
+// by bytes, because a bitmap may begin at any address.
 template <bool kCheck>
 __device__ __forceinline__ uint32_t word_at(const uint8_t* __restrict__ bitmap, int64_t numel, int64_t word) {
   const int64_t left = numel - word * kWord;
@@ -40,7 +40,7 @@ __device__ __forceinline__ uint32_t word_at(const uint8_t* __restrict__ bitmap, 
   return bits & inside;
 }
 
-// counts [tiles]: the marks of each.
+// Writes the number of marks of each tile to counts [tiles].
 template <bool kCheck>
 __global__ void __launch_bounds__(kThreads)
     count_marks_kernel(const uint8_t* __restrict__ bitmap, int64_t numel, int64_t* __restrict__ counts) {
@@ -53,8 +53,9 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Between x [numel] and packed [size]. counts: the marks before each tile, and their number last. Another number than
-// `size` is a mistake that kCheck traps; without it no memory past packed is touched.
+// Copies marked elements from x [numel] to packed [size], or back. counts [tiles + 1] holds the number of marks before
+// each tile, and last the number of all marks. If that is not `size`, kCheck traps; otherwise no memory past `packed`
+// is touched.
 template <bool kPack, bool kCheck, typename Bits>
 __global__ void __launch_bounds__(kThreads) move_masked_kernel(
     Bits* __restrict__ x, Bits* __restrict__ packed, int64_t size, const uint8_t* __restrict__ bitmap, int64_t numel,
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__(kThreads) move_masked_kernel(
   }
 }
 
-// A bit where any bit of an element is set.
+// Sets a bit of `bitmap` if any bit of the element is set.
 template <typename Bits>
 __global__ void __launch_bounds__(kThreads)
     pack_bits_kernel(const Bits* __restrict__ x, int64_t numel, uint8_t* __restrict__ bitmap) {
@@ -107,9 +108,9 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 constexpr int kSums = 16;
-constexpr int kTokens = 4; // of half a warp
+constexpr int kTokens = 4; // tokens of half a warp
 
-// counts [num_rows] of marks in rows of row_bytes. A warp a row.
+// Writes the number of marks of each row of `row_bytes` bytes to counts [num_rows]. A warp counts a row.
 static __global__ void __launch_bounds__(kThreads) count_rows_kernel(
     const uint8_t* __restrict__ bitmap, int64_t num_rows, int64_t row_bytes, int64_t* __restrict__ counts) {
   for (int64_t row = global_thread() / kWarpSize; row < num_rows; row += num_threads() / kWarpSize) {
@@ -129,14 +130,14 @@ struct MaskedProduct {
   const T* x;            // [num_tokens, dim]
   const T* values;       // [size]
   const uint8_t* bitmap; // [num_rows, dim / 8]
-  const int64_t* first;  // [num_rows], the marks before each row, and their number last
-  T* out;                // [num_tokens, num_rows]; of experts [num_tokens, num_rows / E]
+  const int64_t* first;  // [num_rows + 1], the number of marks before each row, and last of all marks
+  T* out;                // [num_tokens, num_rows]; with E experts [num_tokens, num_rows / E]
   int64_t num_tokens, dim, num_rows, size;
-  ExpertBounds experts = {}; // of the tokens; without any, all tokens are multiplied with all rows
+  ExpertBounds experts = {}; // bounds of the tokens of each expert; if empty, all tokens are multiplied with all rows
 };
 
-// A warp a row and eight tokens, or the tokens of the row's expert, eight at a time. The sixteen sums of the CPU are
-// the lanes of a half, which has four of the tokens.
+// A warp multiplies one row with eight tokens, or with the tokens of the row's expert, eight at a time. Each half of
+// the warp has four of the tokens; its sixteen lanes correspond to the sixteen sums of the CPU.
 template <bool kCheck, typename T>
 __global__ void __launch_bounds__(kThreads) masked_mm_kernel(MaskedProduct<T> p) {
   const RowTokens<2 * kTokens> of(p.experts, p.num_rows, p.num_tokens);
@@ -154,7 +155,7 @@ __global__ void __launch_bounds__(kThreads) masked_mm_kernel(MaskedProduct<T> p)
       const T* tokens[kTokens];
 #pragma unroll
       for (int t = 0; t < kTokens; ++t) {
-        // Tokens behind the last one repeat it, and are not written.
+        // Tokens beyond the last one read the last one again, and are not written.
         tokens[t] = p.x + min(first_token + t, last - 1) * p.dim;
       }
       float sums[kTokens] = {};
@@ -163,7 +164,7 @@ __global__ void __launch_bounds__(kThreads) masked_mm_kernel(MaskedProduct<T> p)
         const uint8_t* const at = p.bitmap + row * row_bytes + byte;
         const uint32_t marks = at[0] | (byte + 1 < row_bytes ? uint32_t{at[1]} << 8 : 0u);
         const int64_t own = place + __popc(marks & ((1u << lane) - 1u));
-        // An element that is not kept is not looked at: infinity times zero would be NaN.
+        // Pruned elements are skipped: zero times an infinite element of a token would be NaN.
         if ((marks >> lane & 1u) != 0 && own < p.size) {
           const float value = to_acc(p.values[own]);
 #pragma unroll
@@ -188,7 +189,7 @@ __global__ void __launch_bounds__(kThreads) masked_mm_kernel(MaskedProduct<T> p)
   }
 }
 
-// counts [num_rows + 1] is scratch, and where `first` points.
+// Launches the product. counts [num_rows + 1] is scratch memory, to which `p.first` must point.
 template <bool kCheck, typename T>
 void launch_masked_mm(const MaskedProduct<T>& p, int64_t* counts, cudaStream_t stream) {
   if (p.num_rows > 0 && p.num_tokens > 0) {
@@ -210,7 +211,7 @@ void launch_pack_bits(const Bits* x, int64_t numel, uint8_t* bitmap, cudaStream_
   }
 }
 
-// counts [num_tiles(numel) + 1] is scratch.
+// Launches the copy between x and packed. counts [num_tiles(numel) + 1] is scratch memory.
 template <bool kPack, bool kCheck, typename Bits>
 void launch_move_masked(
     Bits* x, Bits* packed, int64_t size, const uint8_t* bitmap, int64_t numel, int64_t* counts, cudaStream_t stream) {

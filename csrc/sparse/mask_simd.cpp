@@ -1,6 +1,6 @@
-// Loops of packing by mask, compiled once per instruction set. Sixteen elements are one vector of 32-bit lanes,
-// compressed or expanded in a register; stores are masked, so that nothing is written past the end. Without AVX-512 the
-// set bits of a word are walked.
+// Loops of packing by mask, compiled once per instruction set. With AVX-512, sixteen elements of 2 or 4 bytes are a
+// vector of 32-bit lanes, which is compressed or expanded in a register. Stores are masked, so that nothing is written
+// past the end. Otherwise the loops visit the set bits of a word one by one.
 #include "sparse/mask_tables.h"
 
 #if defined(__AVX512F__)
@@ -94,7 +94,7 @@ int64_t pack_lanes(Bits* packed, const Bits* x, const uint8_t* bitmap, int64_t n
     for (int64_t lane = 0; lane < kWord && word >> lane != 0; lane += kLanes) {
       const __mmask16 mask = static_cast<__mmask16>(word >> lane);
       const int marks = __builtin_popcount(mask);
-      // Marks lie before the end: only the last vector is loaded in part.
+      // Only the last vector may reach beyond x, so only that load is masked.
       const __m512i all = i + lane + kLanes <= n ? widened(x + i + lane)
                                                  : some_widened(x + i + lane, first(static_cast<int>(n - i - lane)));
       store_some(packed + count, first(marks), _mm512_maskz_compress_epi32(mask, all));
@@ -156,7 +156,7 @@ int64_t count_bits(const uint8_t* bitmap, int64_t num_bytes) {
 }
 
 constexpr int64_t kSums = 16;
-constexpr int64_t kTokens = 4; // that share what is expanded
+constexpr int64_t kTokens = 4; // tokens that share one expansion of a row
 
 MOE_INLINE float sum_of(const float* lanes) {
   float sum = 0;
@@ -175,7 +175,7 @@ MOE_INLINE float value_of(uint16_t bits) {
 }
 
 #if defined(__AVX512F__)
-constexpr int kRowsAtOnce = 2; // that share what is loaded of the tokens
+constexpr int kRowsAtOnce = 2; // rows that share the loads of the tokens
 
 MOE_INLINE __m512 values_of(__m512i widened, const uint32_t*) {
   return _mm512_castsi512_ps(widened);
@@ -185,7 +185,8 @@ MOE_INLINE __m512 values_of(__m512i widened, const uint16_t*) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(widened, 16));
 }
 
-// kRows rows from the first one on, whose values begin at values[r], times kCount tokens from the first one on.
+// Multiplies kRows rows from `first_row` on, whose values begin at row_values[r], with kCount tokens from `first_token`
+// on.
 template <int kRows, int kCount, typename Bits>
 MOE_INLINE void multiply(const RowsArgs& args, const Bits* const* row_values, int64_t first_row, int64_t first_token) {
   __m512 sums[kRows][kCount];
@@ -216,7 +217,7 @@ MOE_INLINE void multiply(const RowsArgs& args, const Bits* const* row_values, in
         const __m512 row = values_of(_mm512_maskz_expand_epi32(mask, some), values[r]);
         values[r] += marks;
         for (int t = 0; t < kCount; ++t) {
-          // An element that is not kept is not looked at: infinity times zero would be NaN.
+          // The mask leaves out pruned elements: zero times an infinite element of a token would be NaN.
           sums[r][t] = _mm512_mask_add_ps(sums[r][t], mask, sums[r][t], _mm512_mul_ps(row, of_tokens[t]));
         }
       }
@@ -250,7 +251,7 @@ MOE_INLINE void multiply(const RowsArgs& args, const Bits* const* row_values, in
 }
 #endif
 
-// Returns where the next row's values begin.
+// Multiplies kRows rows with all tokens. Returns a pointer to the values of the next row.
 template <int kRows, typename Bits>
 MOE_INLINE const Bits* multiply_rows(const RowsArgs& args, const Bits* values, int64_t first_row) {
   const Bits* row_values[kRows];

@@ -1,4 +1,5 @@
-// The loops that mask_simd.cpp provides for each instruction set. Torch-free; elements are taken as bits.
+// The loops that mask_simd.cpp provides for each instruction set. Torch-free; elements are handled as unsigned
+// integers.
 #pragma once
 
 #include <cstdint>
@@ -9,21 +10,21 @@ namespace moe_ext::mask {
 
 template <typename Bits>
 struct MaskKernels {
-  // For elements [0, n): a bit where any bit of the element is set; whole bytes are written.
+  // Sets bit i if any bit of element i is set, for i in [0, n). Writes whole bytes.
   void (*pack_bits)(uint8_t* bitmap, const Bits* x, int64_t n);
-  // The marked ones of n elements; returns their number.
+  // Copies the marked ones of n elements to `packed`; returns their number.
   int64_t (*pack)(Bits* packed, const Bits* x, const uint8_t* bitmap, int64_t n);
-  // Back, with zeros where there is no mark.
+  // Copies `packed` to the marked ones of n elements and zeros to the others; returns the number of marks.
   int64_t (*unpack)(Bits* out, const Bits* packed, const uint8_t* bitmap, int64_t n);
 };
 
-// Floats behind the tokens that can be read.
+// Floats after the end of `RowsArgs::x` that the loops may read.
 constexpr int64_t kReadBehind = 8;
 
-// Rows of a pruned matrix times tokens.
+// Arguments of a product of rows of a pruned matrix with tokens.
 struct RowsArgs {
   const uint8_t* bitmap; // [num_rows, dim / 8]; dim is a multiple of 8
-  const float* x;        // [num_tokens, dim], and kReadBehind more
+  const float* x;        // [num_tokens, dim], followed by kReadBehind readable floats
   float* sums;           // [num_rows, num_tokens]
   int64_t num_rows;
   int64_t num_tokens;
@@ -36,7 +37,7 @@ struct Kernels {
   MaskKernels<uint32_t> b32;
   MaskKernels<uint64_t> b64;
   int64_t (*count)(const uint8_t* bitmap, int64_t num_bytes);
-  // values: the marked ones of the rows, in float32 or bfloat16. Sums go through 16 lanes.
+  // Multiply; `values` holds the marked elements of the rows, in float32 or bfloat16. Sums go through 16 lanes.
   void (*rows_f32)(const RowsArgs& args, const uint32_t* values);
   void (*rows_bf16)(const RowsArgs& args, const uint16_t* values);
 };

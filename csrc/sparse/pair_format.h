@@ -1,6 +1,6 @@
-// The indices of pairs as bytes, of a size that both ends know: int32 ends of the runs of 65536 elements (how many
-// indices lie below the end of each), then uint16 offsets in the run; or int32 indices where these take no more.
-// Little-endian, filled up with zeros to a multiple of 16 bytes. Torch-free.
+// Encoding of the indices of pairs, with a size that sender and receiver know: int32 ends of the runs of 65536 elements
+// (the number of indices below the end of each run), then uint16 offsets in the run. If int32 indices take no more
+// bytes, they are sent instead. Little-endian, padded with zeros to a multiple of 16 bytes. Torch-free.
 #pragma once
 
 #include <cstdint>
@@ -31,10 +31,10 @@ MOE_HD constexpr int64_t num_bytes(const IndexLayout& layout) {
   return static_cast<int64_t>(wire::aligned(static_cast<uint64_t>(used_bytes(layout))));
 }
 
-// Bytes at a multiple of 4, as numbers.
+// Typed views of packed indices, whose address must be a multiple of 4.
 template <typename Byte>
 struct IndexParts {
-  // int32 and uint16, as constant as the bytes.
+  // T, or const T if Byte is const.
   template <typename T>
   using number = std::conditional_t<std::is_const_v<Byte>, const T, T>;
 
@@ -47,7 +47,7 @@ struct IndexParts {
   }
 };
 
-// The index of an offset in a run, or of an int32; in range whatever the bytes say.
+// Clamps an index to [0, size), because received bytes may hold any number.
 MOE_HD constexpr int64_t in_range(int64_t index, int64_t size) {
   return index < 0 ? 0 : index < size ? index : size - 1;
 }

@@ -6,7 +6,7 @@
 
 namespace moe_ext::pairs {
 
-// Each checks everything that needs no look at the data.
+// Each function checks all arguments, except for the values of elements, and returns the layout of the packed indices.
 IndexLayout check_pack_indices(
     const Tensor& indices, // [K]
     int64_t numel);

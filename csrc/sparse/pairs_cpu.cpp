@@ -1,5 +1,5 @@
-// CPU side of pairs. They are read and added by one thread, in their order: what comes from elsewhere may name an
-// element twice.
+// Pairs on CPU. One thread reads and adds pairs in their order, because pairs from another process may name an element
+// twice.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@ using torch::stable::contiguous;
 using torch::stable::new_empty;
 using torch::stable::parallel_for;
 
-// Pairs that are read at once; their elements, which lie anywhere, are asked for before the first is wanted.
+// Pairs of a chunk. The elements of a chunk lie at random addresses and are all prefetched before the first is added.
 constexpr int64_t kChunk = 128;
 
 void check_values(const int64_t* indices, const IndexLayout& layout) {
@@ -60,8 +60,8 @@ Tensor pack_indices_cpu(
   return packed;
 }
 
-// Calls f(i, indices, n) for chunks of pairs [i, i + n) in their order. Ends that descend or exceed the count only make
-// a run empty or longer.
+// Calls f(i, indices, n) for chunks of pairs [i, i + n) in their order. Wrong ends of runs, descending or above the
+// count, are harmless: a run is then empty or longer.
 template <typename F>
 void for_each_chunk(const uint8_t* packed, const IndexLayout& layout, F&& f) {
   const IndexParts<const uint8_t> from(packed, layout);
@@ -107,7 +107,7 @@ void add_pairs_cpu(
     float quotients[kChunk];
     for (int64_t i = 0; i < n; ++i) {
       chunk[i] = in_range(chunk[i] - start, size);
-      // Non-temporal: past the other levels of the caches, a line is wanted once.
+      // The hint is non-temporal, so that a line that is used once does not fill the outer caches.
       __builtin_prefetch(to + chunk[i], 1, 0);
     }
     for (int64_t i = 0; i < n; ++i) {

@@ -1,4 +1,4 @@
-// CUDA side of pairs: allocates and launches.
+// Pairs on CUDA: allocation and launches on the current stream.
 #include "common/dispatch.h"
 #include "common/dispatch_cuda.cuh"
 #include "common/torch_cuda.cuh"

@@ -1,5 +1,5 @@
-// Indices ascend, so that the end of a run, and the run of a pair, are found by bisection: a thread a pair. Pairs that
-// come from elsewhere are added to an element of the result whatever they say.
+// Pairs, one thread per pair. Indices ascend, so the end of a run and the run of a pair are found by bisection.
+// Received indices are clamped to the result, so that wrong ones touch no other memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,7 +12,7 @@
 
 namespace moe_ext::pairs {
 
-// Ends of runs, offsets or indices, then zeros. Indices out of range, or that descend, are a mistake that kCheck traps.
+// Writes ends of runs and offsets, or indices, then zeros. With kCheck, indices that are out of range or descend trap.
 template <bool kCheck>
 __global__ void __launch_bounds__(kThreads)
     pack_indices_kernel(const int64_t* __restrict__ indices, IndexLayout layout, uint8_t* __restrict__ packed) {
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Run of pair i. Bisection ends in some run whatever the ends are.
+// Index of pair i. Whatever the ends, the bisection finds some run.
 __device__ __forceinline__ int64_t
 index_at(const IndexParts<const uint8_t>& from, const IndexLayout& layout, int64_t i) {
   int64_t index = 0;
@@ -58,7 +58,8 @@ static __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// out [size] += values / divisor. No two values other than zero are one element's, unless the pairs are foreign.
+// Adds values / divisor to out [size], without atomics: two non-zero values have the same index only if the pairs were
+// not made by `pack_indices` of distinct indices.
 static __global__ void __launch_bounds__(kThreads) add_pairs_kernel(
     float* __restrict__ out, int64_t size, const float* __restrict__ values, const uint8_t* __restrict__ packed,
     IndexLayout layout, int64_t start, float divisor) {

@@ -12,12 +12,12 @@ inline int64_t num_blocks(int64_t numel, int64_t block) {
   return numel / block + (numel % block != 0);
 }
 
-// Bytes of a bitmap.
+// Bytes of a bitmap with one bit per block.
 inline int64_t num_bitmap_bytes(int64_t blocks) {
   return blocks / 8 + (blocks % 8 != 0);
 }
 
-// Each checks everything that needs no look at the data.
+// Each function checks all arguments, except for the values of elements.
 void check_nonzero_blocks(const Tensor& x, int64_t block);
 
 void check_blocks(const char* op, const char* name, const Tensor& dense, int64_t block,

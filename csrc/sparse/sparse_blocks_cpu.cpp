@@ -1,5 +1,5 @@
-// CPU side of block and row sparsity. A block is moved or looked at by one thread; the rows of one index are added in
-// their order by one thread.
+// Block and row sparsity on CPU. One thread reads or moves a block, and one thread adds the rows of one index in their
+// order.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -18,7 +18,8 @@ using torch::stable::contiguous;
 using torch::stable::new_empty;
 using torch::stable::parallel_for;
 
-// True if any element is not zero; -0.0 is zero, NaN is not. The bits without the sign tell, whole words at a time.
+// True if any bit other than a sign bit is set, so that -0.0 counts as zero and NaN does not. Compares words of 8
+// bytes.
 bool has_nonzero(const uint8_t* bytes, int64_t size, uint64_t sign_bits) {
   uint64_t any = 0;
   int64_t i = 0;
@@ -66,7 +67,7 @@ void check_values(const char* op, const Tensor& block_idx, int64_t blocks, bool 
   for (int64_t i = 0; i < block_idx.size(0); ++i) {
     MOE_CHECK(
         idx[i] >= 0 && idx[i] < blocks, op, ": expected block_idx to be in [0, ", blocks, "), got ", idx[i], " at ", i);
-    // Two threads would write the same block.
+    // With equal indices, two threads would write the same block.
     MOE_CHECK(
         !ascending || i == 0 || idx[i - 1] < idx[i], op, ": expected block_idx to be ascending, got ", idx[i],
         " after ", idx[i - 1], " at ", i);
@@ -113,7 +114,7 @@ void scatter_blocks_cpu(
   });
 }
 
-// Sums in float (double for double) the rows that `order` lists for one index, in that order.
+// Adds the `count` rows that `order` lists, in that order, in float (double for double).
 template <typename T>
 void sum_group(T* out, const T* rows, const int64_t* order, int64_t count, int64_t dim, acc_t<T>* sum) {
   std::fill(sum, sum + dim, acc_t<T>(0));

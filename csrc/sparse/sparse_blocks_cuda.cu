@@ -1,5 +1,5 @@
-// CUDA side of block and row sparsity: allocates and launches. Only sum_rows waits for the device, whose result has as
-// many rows as there are indices.
+// Block and row sparsity on CUDA: allocation and launches on the current stream. In sum_rows alone the host waits for
+// the device, because the number of different indices is the size of the result.
 #include <tuple>
 
 #include "common/dispatch_cuda.cuh"

@@ -1,6 +1,6 @@
-// Blocks: a warp looks at, or moves, a slice of a block of up to 8 KB, 16 bytes at a time where the addresses allow it.
-// Rows: sorted by their index with the permutation's stable sort, a byte of the index at a time; heads of groups are
-// numbered by a scan; a thread adds the rows of a group for four columns, in their order.
+// Blocks: a warp reads or moves a slice of up to 8 KB of a block, 16 bytes at a time if the addresses allow it.
+// Rows: the permutation's stable sort orders the rows by index, one byte of the index at a time. A scan numbers the
+// groups of equal indices. A thread adds the rows of a group in their order, for as many columns as 16 bytes hold.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -35,7 +35,8 @@ __device__ __forceinline__ int64_t num_threads() {
   return int64_t{gridDim.x} * kThreads;
 }
 
-// Blocks of `block` bytes in `total` bytes, the last may be shorter, in slices for a warp each.
+// Division of `total` bytes into blocks of `block` bytes (the last may be shorter), and of blocks into slices, one for
+// each warp.
 struct Slices {
   int64_t block;
   int64_t total;
@@ -46,7 +47,7 @@ inline Slices make_slices(int64_t block, int64_t total) {
   return {block, total, ceil_div(std::min(block, std::max<int64_t>(total, 1)), kSliceBytes)};
 }
 
-// The access that every block of these sizes at these addresses allows: 16 bytes, or one element.
+// Calls f with the type of access for all blocks: 16 bytes if sizes and addresses allow it, otherwise one element.
 template <typename F, typename... Pointers>
 void with_access(int64_t element, int64_t block, int64_t total, F&& f, const Pointers*... pointers) {
   if (total % kAccessBytes == 0 && rows_are_aligned(block, pointers...)) {
@@ -70,7 +71,7 @@ __device__ __forceinline__ bool any_bit(Word x, uint64_t signs) {
   return (x & static_cast<Word>(~signs)) != 0;
 }
 
-// flags [blocks] = 1 where a bit other than a sign is set; they begin as zeros.
+// Sets flags [blocks] to 1 for blocks with any bit other than a sign bit. `flags` must begin as zeros.
 template <typename Word>
 __global__ void __launch_bounds__(kThreads) flag_blocks_kernel(
     const Word* __restrict__ x, Slices slices, int64_t num_blocks, uint64_t signs, int* __restrict__ flags) {
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(kThreads) flag_blocks_kernel(
   }
 }
 
-// A byte of the bitmap from eight flags.
+// Packs eight flags into each byte of the bitmap.
 static __global__ void __launch_bounds__(kThreads)
     pack_flags_kernel(const int* __restrict__ flags, int64_t num_blocks, uint8_t* __restrict__ bitmap) {
   for (int64_t byte = global_thread(); byte < ceil_div(num_blocks, int64_t{8}); byte += num_threads()) {
@@ -118,9 +119,9 @@ inline void launch_nonzero_blocks(
   launch(over_threads(ceil_div(num_blocks, int64_t{8}), stream), pack_flags_kernel, flags, num_blocks, bitmap);
 }
 
-// Moves block idx[i] of `dense` to or from row i of `packed`; what lies beyond the end of `dense` is zero. An index
-// that is out of range, or not ascending in a scatter, is a mistake that kCheck traps; without it no memory is touched
-// on behalf of the former.
+// Copies block idx[i] of `dense` to row i of `packed`, with zeros beyond the end of `dense`, or back. With kCheck, an
+// index that is out of range, or not ascending in a scatter, traps. Otherwise an index out of range gathers zeros or
+// scatters nothing.
 template <bool kGather, bool kCheck, typename Word>
 __global__ void __launch_bounds__(kThreads) move_blocks_kernel(
     Word* __restrict__ dense, Word* __restrict__ packed, const int64_t* __restrict__ idx, int64_t count,
@@ -157,7 +158,7 @@ void launch_move_blocks(
   if (count == 0 || block == 0) {
     return;
   }
-  // Rows of `packed` are whole blocks, however few elements there are.
+  // Rows of `packed` are whole blocks even if `dense` is shorter than a block, so make_slices does not fit here.
   const Slices slices{block * element, numel * element, ceil_div(block * element, kSliceBytes)};
   with_access(
       element, slices.block, slices.total,
@@ -172,8 +173,8 @@ void launch_move_blocks(
 
 constexpr int kIndexDigits = 256;
 
-// digits [N]: those of the rows in the order so far, -1 where there is no row. An index outside of [-1, num_rows) is a
-// mistake that kCheck traps; without it the row is left out.
+// Writes to digits [N] the byte at `shift` of each row's index, in the order so far, or -1 for a row that is left out.
+// An index outside of [-1, num_rows) traps with kCheck; otherwise the row is left out.
 template <bool kCheck>
 __global__ void __launch_bounds__(kThreads) index_digits_kernel(
     const int64_t* __restrict__ idx, const int64_t* __restrict__ order, int64_t size, int64_t num_rows, int shift,
@@ -190,7 +191,7 @@ __global__ void __launch_bounds__(kThreads) index_digits_kernel(
   }
 }
 
-// next [N] = order[slot_of_row], -1 where there is no row. `next` is not `order`.
+// Sets next [N] to order[slot_of_row], or -1 for an empty slot. `next` must not be `order`.
 static __global__ void __launch_bounds__(kThreads) compose_order_kernel(
     const int64_t* __restrict__ order, const int64_t* __restrict__ slot_of_row, int64_t size,
     int64_t* __restrict__ next) {
@@ -200,7 +201,7 @@ static __global__ void __launch_bounds__(kThreads) compose_order_kernel(
   }
 }
 
-// heads [N] = 1 where a group of equal indices begins.
+// Sets heads [N] to 1 for the first row of each group of equal indices, and to 0 otherwise.
 static __global__ void __launch_bounds__(kThreads) mark_heads_kernel(
     const int64_t* __restrict__ idx, const int64_t* __restrict__ order, int64_t size, int64_t* __restrict__ heads) {
   for (int64_t i = global_thread(); i < size; i += num_threads()) {
@@ -208,22 +209,23 @@ static __global__ void __launch_bounds__(kThreads) mark_heads_kernel(
   }
 }
 
-// Scratch of sum_rows, of N rows.
+// Scratch memory of sum_rows for N rows.
 struct RowSort {
   int64_t* order;       // [N]
   int64_t* other_order; // [N]
-  int64_t* groups;      // [N], the number of groups that begin before a row
+  int64_t* groups;      // [N], number of groups that begin before each row of the order
   int64_t* num_groups;  // []
   int* digits;          // [N]
   permutation::Tables tables;
-  void* sort; // tables_workspace_bytes of plan_rows
+  void* sort; // workspace of the sort, tables_workspace_bytes(plan_rows(N), false)
 };
 
 inline permutation::SortPlan plan_rows(int64_t size) {
   return permutation::plan_sort(static_cast<int>(size), kIndexDigits, device_properties());
 }
 
-// Fills order, groups and num_groups; returns the order, rows that are left out at its end as -1.
+// Fills `groups` and `num_groups`. Returns the order of the rows by index, in `order` or `other_order`; for rows that
+// are left out, its end holds -1.
 template <bool kCheck>
 const int64_t* launch_sort_rows(
     const int64_t* idx, int64_t size, int64_t num_rows, const RowSort& scratch, cudaStream_t stream) {
@@ -244,7 +246,7 @@ const int64_t* launch_sort_rows(
   return order;
 }
 
-// unique [U], begins [U + 1] from the scanned heads.
+// Writes unique [U] and begins [U + 1], given the scanned heads.
 static __global__ void __launch_bounds__(kThreads) place_groups_kernel(
     const int64_t* __restrict__ idx, const int64_t* __restrict__ order, const int64_t* __restrict__ groups,
     int64_t size, int64_t num_groups, int64_t* __restrict__ unique, int64_t* __restrict__ begins) {
@@ -254,14 +256,14 @@ static __global__ void __launch_bounds__(kThreads) place_groups_kernel(
       unique[group] = idx[order[i]];
       begins[group] = i;
     }
-    // The rows that are left out come last.
+    // Rows that are left out come last, so the last group ends before the first of them.
     if (order[i] >= 0 && (i + 1 == size || order[i + 1] < 0)) {
       begins[num_groups] = i + 1;
     }
   }
 }
 
-// kSize columns of a group, read eight rows ahead of the sum.
+// Adds the rows of a group, kSize columns per thread. Eight rows are loaded before they are added, to hide latency.
 template <int kSize, typename T>
 __global__ void __launch_bounds__(kThreads) sum_groups_kernel(
     const T* __restrict__ rows, const int64_t* __restrict__ order, const int64_t* __restrict__ begins,

@@ -1,4 +1,4 @@
-// The wire format's operators: the argument checks that both backends share.
+// Operators of the wire format: the checks that both backends share.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ struct Codecs {
   ValueCodec value;
 };
 
-// Checks everything that needs no look at the data.
+// Checks all arguments, except for the values of elements, and returns the codecs by name.
 Codecs check_encode_payload(
     const Tensor& indices, // [K]; [0] for dense
     const Tensor& codes, const Tensor& scales, int64_t numel, int64_t count, const std::string& index_codec,
@@ -22,16 +22,18 @@ Codecs check_encode_payload(
 
 void check_payload(const char* op, const Tensor& payload);
 
-// Refuses a header that does not describe a payload of this size, whatever its bytes: nothing is read past the end and
-// nothing allocated that the payload does not pay for.
+// Refuses a header that does not describe a payload of `size` bytes. After this check a decoder, whatever the bytes, does
+// not read past the end of the payload, and allocates at most about 64 bytes per byte of it (8 for each bit of a bitmap).
 void check_header(const char* op, const Header& header, uint64_t size);
 
-// `sum` is the payload's, or 0 where its header says that it has none.
+// Refuses a payload whose computed checksum `sum` differs from the header's. `sum` is 0 if the header says that there
+// is none.
 void check_checksum(const char* op, const Header& header, uint32_t sum);
 
+// Raises the error for indices that are wrong from value `at` on.
 [[noreturn]] void refuse_indices(IndexCodec codec, uint64_t at);
 
-// All but the sizes that depend on the indices, which set_index_bytes adds.
+// Makes a header without the bytes of the indices and of the payload, which set_index_bytes sets.
 Header make_header(Codecs codecs, int64_t numel, int64_t count, int64_t value_block, bool checksum);
 
 Layout set_index_bytes(Header& header, uint64_t bytes);

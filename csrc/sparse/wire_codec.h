@@ -1,5 +1,5 @@
-// The wire format's indices, header and checksum, read and written as bytes. Whatever the bytes are, nothing is read
-// past their end, and what is decoded is in range and ascending. Host, torch-free.
+// Encoders and decoders of indices, and checks of header and checksum, of the wire format. Whatever the bytes, a
+// decoder does not read past their end, and decoded indices are in range and ascending. Host code, torch-free.
 #pragma once
 
 #include <array>
@@ -19,7 +19,8 @@ inline bool is_block(uint64_t block) {
   return block >= 64 && block <= 1024 && (block & (block - 1)) == 0;
 }
 
-// Bytes of the indices by the codecs that have a size of their own; that of gaps depends on the indices.
+// True if the bytes of the indices fit the codec. For kDelta the size depends on the indices, so only bounds are
+// checked.
 inline bool index_bytes_fit(const Header& h) {
   switch (static_cast<IndexCodec>(h.index_codec)) {
     case IndexCodec::kDense:
@@ -36,7 +37,7 @@ inline bool index_bytes_fit(const Header& h) {
 // True if the header describes a payload of `size` bytes.
 inline bool is_consistent(const Header& h, uint64_t size) {
   const ValueCodec codec = static_cast<ValueCodec>(h.value_codec);
-  // In this order: each bound keeps the sums and products of the next from wrapping.
+  // The order matters: each bound keeps the sums and products of the following conditions from wrapping around.
   return h.numel <= kMostElements && h.count <= h.numel && h.count / 8 <= size && h.index_bytes <= size &&
          (has_scales(codec) ? is_block(h.value_block) : h.value_block == 0) &&
          h.code_bytes == code_bytes(codec, h.count) && h.num_scales == num_scales(codec, h.count, h.value_block) &&
@@ -44,7 +45,7 @@ inline bool is_consistent(const Header& h, uint64_t size) {
          ((h.flags & kHasChecksum) != 0 || h.checksum == 0);
 }
 
-// CRC-32C (Castagnoli), a byte at a time: for debugging.
+// CRC-32C (Castagnoli), one byte at a time. Checksums are meant for debugging, so speed does not matter.
 inline uint32_t crc32c(uint32_t crc, const uint8_t* bytes, uint64_t size) {
   static const std::array<uint32_t, 256> table = [] {
     std::array<uint32_t, 256> made{};
@@ -177,7 +178,7 @@ inline int64_t decode_delta(int64_t* indices, const uint8_t* bytes, const Header
       const uint64_t byte = *bytes++;
       gap |= (byte & 127) << 7 * group;
       more = byte >= 128;
-      // A last group of zero would make two encodings of one gap.
+      // A last group of zero is refused: it would be a second encoding of the same gap.
       if (!more && byte == 0 && group > 0) {
         return static_cast<int64_t>(i);
       }
@@ -194,8 +195,7 @@ inline int64_t decode_delta(int64_t* indices, const uint8_t* bytes, const Header
   return kDecoded;
 }
 
-// Writes h.count indices, none for dense; returns kDecoded, or the number of the first value that is not as the header
-// says.
+// Writes h.count indices, none for dense. Returns kDecoded, or the number of the first value whose index is wrong.
 inline int64_t decode_indices(int64_t* indices, const uint8_t* bytes, const Header& h) {
   switch (static_cast<IndexCodec>(h.index_codec)) {
     case IndexCodec::kBitmap:

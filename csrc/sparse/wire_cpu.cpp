@@ -1,4 +1,4 @@
-// CPU side of the wire format. What a decoder returns is in range and in order whatever bytes it was given.
+// Wire format on CPU. Decoded indices are in range and ascending, whatever the bytes of the payload.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -70,7 +70,7 @@ Header read_header(const char* op, const Tensor& payload) {
   return header;
 }
 
-// numel, count, index codec, value codec, elements that share a scale.
+// Returns numel, count, index codec, value codec, and elements that share a scale.
 Tensor payload_header_cpu(Tensor payload) {
   const Header h = read_header("decode_gradient", contiguous(payload));
   Tensor out = new_empty(payload, {5}, ScalarType::Long);

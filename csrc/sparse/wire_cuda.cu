@@ -1,5 +1,6 @@
-// CUDA side of the wire format. Encoding does not wait for the device where the size is known: every index codec but
-// "delta". Decoding does, twice: the header says how much to allocate, and what was decoded may be wrong.
+// Wire format on CUDA, on the current stream. Encoding makes the host wait only for the index codec "delta", whose size
+// depends on the data. Decoding makes it wait twice: for the header, which holds the sizes to allocate, and for the
+// check of the indices.
 #include <array>
 #include <cstddef>
 #include <cstring>
@@ -22,14 +23,14 @@ using torch::stable::new_zeros;
 
 constexpr int64_t kChecksumAt = offsetof(Header, checksum);
 
-// Writes the checksum of the payload, without its own bytes, to `to`.
+// Writes the checksum of the payload, whose own four bytes count as zeros, to `to`.
 void compute_checksum(const Tensor& payload, uint32_t* to, cudaStream_t stream) {
   const int64_t size = payload.size(0);
   const Tensor partial = new_empty(payload, {num_checksum_words(size)}, ScalarType::Int);
   launch_checksum(data<const uint8_t>(payload), size, kChecksumAt, data<uint32_t>(partial), to, stream);
 }
 
-// Header and indices; everything is zero behind them.
+// Allocates the payload and writes the indices; all other bytes are zeros. Sets the sizes in `header`.
 Tensor encode_delta(const Tensor& idx, Header& header, cudaStream_t stream) {
   const int64_t count = idx.size(0), segments = num_segments(count);
   const Tensor longs = new_zeros(idx, {segments + 1});
@@ -95,7 +96,7 @@ Tensor encode_payload_cuda(
   return payload;
 }
 
-// NOTE: device-to-host sync, and another one for a checksum.
+// NOTE: device-to-host sync, to read the header, and another one if there is a checksum.
 Header read_header(const char* op, const Tensor& payload, cudaStream_t stream) {
   check_payload(op, payload);
   const Tensor first = read_back(torch::stable::narrow(const_cast<Tensor&>(payload), 0, 0, sizeof(Header)));
@@ -112,14 +113,14 @@ Header read_header(const char* op, const Tensor& payload, cudaStream_t stream) {
   return header;
 }
 
-// Contiguous, and at a multiple of 16.
+// Returns the payload, or a copy that is contiguous and begins at a multiple of 16 bytes.
 Tensor aligned_payload(const Tensor& payload) {
   const Tensor in = contiguous(payload);
   return is_aligned(in.data_ptr(), kAccessBytes) ? in : torch::stable::clone(in);
 }
 
-// numel, count, index codec, value codec, elements that share a scale; on the CPU, where it was read to: a CUDA graph
-// leaves out what has its result there.
+// Returns numel, count, index codec, value codec, and elements that share a scale. The result is on the CPU, to which
+// the header was read; torch.compile leaves operators with CPU results out of CUDA graphs.
 Tensor payload_header_cuda(Tensor payload) {
   const DeviceScope device(payload);
   const Header h = read_header("decode_gradient", contiguous(payload), device.stream());
@@ -154,7 +155,7 @@ std::tuple<Tensor, Tensor, Tensor> decode_payload_cuda(Tensor payload) {
   };
   copy(layout.codes, codes.size(0), codes);
   copy(layout.scales, 4 * scales.size(0), scales);
-  // NOTE: device-to-host sync: indices are handed on only where they are right.
+  // NOTE: device-to-host sync: wrong indices must raise before they are returned.
   const Tensor wrong = read_back(torch::stable::narrow(const_cast<Tensor&>(longs), 0, 0, 1));
   const uint64_t first = *data<const uint64_t>(wrong);
   if (first != 0) {

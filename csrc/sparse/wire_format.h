@@ -1,5 +1,5 @@
-// The wire format, version 1: a header of 64 bytes, then indices, value codes and scales, each from a multiple of 16
-// bytes on. Little-endian. Torch-free.
+// The wire format, version 1: a header of 64 bytes, then indices, value codes and scales. Each part begins at a
+// multiple of 16 bytes. Little-endian. Torch-free.
 #pragma once
 
 #include <bit>
@@ -12,10 +12,10 @@ namespace moe_ext::wire {
 static_assert(std::endian::native == std::endian::little, "payloads are little-endian");
 
 enum class IndexCodec : int64_t {
-  kDense = 0,  // none: every element has a value
-  kBitmap = 1, // a bit for each element, the first in the lowest bit
+  kDense = 0,  // no indices: every element has a value
+  kBitmap = 1, // one bit per element, the first in the lowest bit
   kU16 = 2,    // uint32 counts of each run of 65536 elements, then uint16 offsets within the run
-  kDelta = 3,  // the gap to the last index, less one, in groups of seven bits, the lowest first
+  kDelta = 3,  // difference to the previous index minus one, in groups of seven bits, the lowest first
 };
 constexpr int64_t kNumIndexCodecs = 4;
 
@@ -34,14 +34,14 @@ struct Header {
   uint8_t index_codec;
   uint8_t value_codec;
   uint8_t flags;
-  uint16_t value_block; // elements that share a scale; 0 for values without
+  uint16_t value_block; // elements that share a scale; 0 for values without scales
   uint64_t numel;
   uint64_t count;
   uint64_t index_bytes;
   uint64_t code_bytes;
   uint64_t num_scales;
   uint64_t total_bytes;
-  uint32_t checksum; // CRC-32C of the payload with these four bytes zero; 0 without
+  uint32_t checksum; // CRC-32C of the payload with these four bytes zero; 0 if there is none
   uint32_t reserved;
 };
 static_assert(sizeof(Header) == 64);
@@ -77,7 +77,7 @@ MOE_HD constexpr uint64_t num_runs(uint64_t numel) {
   return numel / kRun + (numel % kRun != 0);
 }
 
-// Offsets of the parts.
+// Offsets of the parts of a payload in bytes.
 struct Layout {
   uint64_t indices, codes, scales, end;
 };

@@ -1,5 +1,5 @@
-// Encoders of the wire format. Indices ascend, so that what a word of a bitmap or a run holds is found by bisection;
-// bytes of gaps are counted by segments, summed, and written.
+// Encoders of the wire format. Indices ascend, so the indices of a word of a bitmap, or of a run, are found by
+// bisection. The bytes of gaps are counted by segment, the counts are summed, and the gaps are written.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,7 +14,7 @@
 namespace moe_ext::wire {
 
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int64_t kSegment = 1024; // gaps, or bytes, of a warp
+constexpr int64_t kSegment = 1024; // gaps, or bytes, per warp
 
 __device__ __forceinline__ int64_t global_warp() {
   return int64_t{blockIdx.x} * kWarps + warp_id();
@@ -32,7 +32,7 @@ inline Launch over_segments(int64_t size, cudaStream_t stream) {
   return over_threads(num_segments(size) * kWarpSize, stream);
 }
 
-// Copies bytes to an address at a multiple of 16, with zeros up to `padded`.
+// Copies `size` bytes to `to`, whose address is a multiple of 16, and fills up with zeros to `padded` bytes.
 static __global__ void __launch_bounds__(kThreads) copy_padded_kernel(
     const uint8_t* __restrict__ from, int64_t size, bool aligned, uint8_t* __restrict__ to, int64_t padded) {
   for (int64_t i = global_thread() * kAccessBytes; i < padded; i += num_threads() * kAccessBytes) {
@@ -78,7 +78,7 @@ void launch_store(T value, void* out, cudaStream_t stream) {
   launch({Dim3(1), Dim3(1), 0, stream}, store_kernel<T>, value, static_cast<T*>(out));
 }
 
-// Traps what the CPU's encoder refuses; only where MOE_EXT_CUDA_CHECKS asks for it.
+// Traps on indices that the CPU's encoder refuses. Launched only with MOE_EXT_CUDA_CHECKS.
 static __global__ void __launch_bounds__(kThreads)
     check_ascending_kernel(const int64_t* __restrict__ indices, int64_t count, int64_t numel) {
   for (int64_t i = global_thread(); i < count; i += num_threads()) {
@@ -88,7 +88,7 @@ static __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Words up to the padded end.
+// Writes the bitmap by words of 32 bits, up to the padded end.
 static __global__ void __launch_bounds__(kThreads) encode_bitmap_kernel(
     const int64_t* __restrict__ indices, int64_t count, int64_t num_words, uint32_t* __restrict__ words) {
   for (int64_t word = global_thread(); word < num_words; word += num_threads()) {
@@ -100,7 +100,7 @@ static __global__ void __launch_bounds__(kThreads) encode_bitmap_kernel(
   }
 }
 
-// Counts of the runs, then offsets, then zeros up to `num_shorts`.
+// Writes counts of the runs, then offsets, then zeros up to `num_shorts` offsets.
 static __global__ void __launch_bounds__(kThreads) encode_u16_kernel(
     const int64_t* __restrict__ indices, int64_t count, int64_t runs, int64_t num_shorts, uint8_t* __restrict__ out) {
   uint32_t* const counts = reinterpret_cast<uint32_t*>(out);
@@ -128,7 +128,7 @@ __device__ __forceinline__ int gap_bytes(uint64_t gap) {
   return bytes;
 }
 
-// sizes [segments]: bytes of the gaps of each.
+// Writes to sizes [segments] the bytes that the gaps of each segment take.
 static __global__ void __launch_bounds__(kThreads)
     count_gap_bytes_kernel(const int64_t* __restrict__ indices, int64_t count, int64_t* __restrict__ sizes) {
   for (int64_t s = global_warp(); s * kSegment < count; s += num_warps()) {
@@ -161,7 +161,7 @@ static __global__ void __launch_bounds__(kThreads) encode_delta_kernel(
   }
 }
 
-// Encodes by codecs whose size is known; `out` is at a multiple of 16.
+// Launches the encoder of a codec whose size does not depend on the data. `out` is at a multiple of 16 bytes.
 inline void launch_encode_indices(
     IndexCodec codec, const int64_t* indices, int64_t count, int64_t numel, int64_t index_bytes, uint8_t* out,
     cudaStream_t stream) {
@@ -180,7 +180,7 @@ inline void launch_encode_indices(
   }
 }
 
-// sizes [segments] become the places of the segments, total [] the bytes of all.
+// Launches the count of gap bytes. Afterwards sizes [segments] holds the place of each segment, total [] the sum.
 inline void launch_place_gaps(
     const int64_t* indices, int64_t count, int64_t* sizes, int64_t* total, cudaStream_t stream) {
   launch(over_segments(count, stream), count_gap_bytes_kernel, indices, count, sizes);
