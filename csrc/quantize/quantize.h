@@ -10,7 +10,7 @@
 
 namespace moe_ext::quantize {
 
-// These check everything that needs no look at the data.
+// The following functions check all arguments, except for the values of elements, and return the format by its name.
 Format check_quantize(
     const Tensor& x, const std::string& format, int64_t block, const std::optional<Tensor>& residual,
     const std::optional<Tensor>& rng_state, // [4]
@@ -27,7 +27,8 @@ RowFormat check_quantize_rows(const Tensor& x /* [N, D] */, const std::string& f
 RowFormat check_dequantize_rows(
     const Tensor& rows /* [N, B] */, int64_t dim, const std::string& format, ScalarType dtype);
 
-// dispatch_floating without float64, which check_short_floating has refused.
+// Calls f<T>() for float32, bfloat16 or float16. The caller must have called check_short_floating, which refuses
+// float64.
 template <typename F>
 decltype(auto) dispatch_short_floating(ScalarType dtype, F&& f) {
   switch (dtype) {
@@ -40,7 +41,7 @@ decltype(auto) dispatch_short_floating(ScalarType dtype, F&& f) {
   }
 }
 
-// float32, bfloat16 or float16.
+// Refuses dtypes other than float32, bfloat16 and float16.
 void check_short_floating(const char* op, const char* name, ScalarType dtype);
 
 } // namespace moe_ext::quantize

@@ -1,4 +1,4 @@
-// CPU side of the block quantisers: blocks do not see each other and go to different threads.
+// Block quantisers on CPU. Blocks are independent and are spread over threads.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -23,7 +23,7 @@ using torch::stable::new_empty;
 using torch::stable::parallel_for;
 using OptionalTensor = std::optional<Tensor>;
 
-// Bytes of a residual from which on nothing written is found in a cache later.
+// Bytes of a residual from which on stores bypass the caches, because no written line would still be cached later.
 constexpr int64_t kLeastStreamed = int64_t{32} << 20;
 
 bool is_at_line(const void* base) {
@@ -34,7 +34,7 @@ int64_t blocks_per_task(int64_t block) {
   return std::max<int64_t>(1, 16384 / block);
 }
 
-// Calls f(task, begin, end) over the blocks and returns the largest key of all.
+// Calls f(task, begin, end) -> largest key for ranges of blocks, in parallel, and returns the largest key of all.
 template <typename F>
 uint32_t largest_over_blocks(int64_t blocks, int64_t block, F&& f) {
   const int64_t per_task = blocks_per_task(block), tasks = (blocks + per_task - 1) / per_task;
@@ -47,8 +47,8 @@ uint32_t largest_over_blocks(int64_t blocks, int64_t block, F&& f) {
   return keys.empty() ? 0 : *std::max_element(keys.begin(), keys.end());
 }
 
-// Quantises with feedback in place, one pass for all: where something is not finite, what is done is undone. Returns
-// the largest key.
+// Quantises with feedback in place, in one pass that logs, and undoes it if an element is not finite. Returns the
+// largest key.
 template <typename T>
 uint32_t quantize_and_log(const QuantizeArgs<T>& args, Format format, int64_t blocks) {
   const QuantizeKernels<T>& loops = kernels().of<T>();
@@ -125,7 +125,7 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cpu(
     const auto loop = loops.quantize[static_cast<int64_t>(format)];
     const uint32_t found = largest_over_blocks(
         blocks, size, [&](int64_t, int64_t begin, int64_t end) { return loop(args, begin, end, nullptr); });
-    // If no residual is changed in place, what has been written can be thrown away.
+    // No residual was changed in place, so dropping the results is enough.
     if (found >= kInfinityKey<float> && check_finite) {
       refuse(args);
     }

@@ -1,4 +1,4 @@
-// CUDA side of the block quantisers: allocates and launches; never waits for the device.
+// Block quantisers on CUDA: allocation and launches on the current stream. The host never waits for the device.
 #include <tuple>
 
 #include "common/dispatch.h"
@@ -25,12 +25,12 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cuda(
   const int64_t numel = in.numel();
   Tensor codes = new_empty(in, {code_bytes(numel, format)}, ScalarType::Byte);
   Tensor scales = new_empty(in, {num_scales(numel, block)}, ScalarType::Float);
-  // A flag, set if a value is not finite; the largest key.
+  // Element 0 is a flag, set if an element is not finite; element 1 is the largest key, for a shared scale.
   const Tensor found = new_zeros(in, {2}, ScalarType::Int);
   if (numel == 0) {
     return {codes, scales};
   }
-  // If no residual is changed in place there is nothing to keep.
+  // The check protects a residual that is changed in place; without one there is nothing to protect.
   const bool check = check_finite && ((residual && !residual_in) || kCheckIndices);
   const OptionalTensor& owed = residual_in ? residual_in : residual;
   dispatch_short_floating(in.scalar_type(), [&]<typename T>() {

@@ -1,6 +1,6 @@
-// Block quantisers. Half a warp has a block: a lane takes four neighbours of each 64 elements, keeps them in shared
-// memory that no other lane sees, and makes their codes from there once the scale is known. The mean magnitude of a
-// block of signs is summed in the order of the CPU's loops, 16 sums of every 16th element, by shuffles.
+// Block quantisers. Half a warp encodes a block: a lane takes four neighbours of each 64 elements and keeps them in its
+// own part of shared memory, from which it computes the codes once the scale is known. For a block of signs, shuffles
+// add magnitudes in the order of the CPU's loops: 16 sums of every 16th element.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,13 +15,14 @@
 namespace moe_ext::quantize {
 
 constexpr int kThreads = 128;
-constexpr int kLanes = 16; // that share a block
+constexpr int kLanes = 16; // lanes that share a block
 constexpr int kFour = 4;
 constexpr int kStep = kLanes * kFour;
 constexpr int kAhead = 2; // steps that a lane loads before it stores the first
 constexpr int kBlocksPerGroup = kThreads / kLanes;
-constexpr int kRowPart = kWarpSize * kFour; // columns of a row that a warp has
-constexpr int64_t kSharedPart = 256; // blocks of a tensor with one scale: few enough for shared memory to hold many
+constexpr int kRowPart = kWarpSize * kFour; // columns of a row per warp
+// Elements of a block of a tensor with one shared scale; small, so that shared memory holds many blocks.
+constexpr int64_t kSharedPart = 256;
 
 template <typename T>
 __device__ __forceinline__ Vec<float, kFour> to_floats(const Vec<T, kFour>& x) {
@@ -33,7 +34,7 @@ __device__ __forceinline__ Vec<float, kFour> to_floats(const Vec<T, kFour>& x) {
   return out;
 }
 
-// Four elements from i on, and zeros from `end` on.
+// Loads four elements from i on, with zeros from `end` on.
 template <typename T>
 __device__ __forceinline__ Vec<float, kFour> load_four(const T* x, int64_t i, int64_t end, bool aligned) {
   if (aligned && i + kFour <= end) {
@@ -63,7 +64,7 @@ __device__ __forceinline__ void store_four(T* out, int64_t i, int64_t end, bool 
   }
 }
 
-// Values to be sent of the elements from i on.
+// Computes a = x plus residual of the four elements from i on.
 template <typename T>
 __device__ __forceinline__ Vec<float, kFour> owed_four(
     const QuantizeArgs<T>& args, int64_t i, int64_t end, bool aligned) {
@@ -78,7 +79,8 @@ __device__ __forceinline__ Vec<float, kFour> owed_four(
   return a;
 }
 
-// Sums that the lanes q, q + 4, q + 8 and q + 12 all take: sum j is that of the elements 16 i + 4 q + j, in order.
+// Sums of magnitudes. The lanes q, q + 4, q + 8 and q + 12 hold equal sums: sum j adds the elements 16 i + 4 q + j in
+// order of i.
 struct MagnitudeSums {
   float sums[kFour] = {};
 
@@ -93,7 +95,7 @@ struct MagnitudeSums {
       }
     }
   }
-  // Halves are added to halves, as the loops do.
+  // Folds the 16 sums by adding halves to halves, in the order of the CPU's loops.
   __device__ __forceinline__ float total() const {
     float folded[kFour];
 #pragma unroll
@@ -105,8 +107,8 @@ struct MagnitudeSums {
   }
 };
 
-// Writes the codes of the four elements from i on; every lane calls it. Where four codes are no whole bytes, a lane
-// writes those of the next one, too.
+// Writes the codes of the four elements from i on. Every lane must call it. If four codes are no whole number of bytes,
+// every second lane writes the codes of the next lane, too.
 template <Format kFormat>
 __device__ __forceinline__ void store_codes(
     uint8_t* codes, int64_t i, int64_t end, bool aligned, const int8_t (&four)[kFour]) {
@@ -141,7 +143,7 @@ __device__ __forceinline__ void store_codes(
   }
 }
 
-// A step of 64 elements: codes, and what they leave in the residual.
+// Writes the codes and, if `write` is set, the residual of a lane's four elements.
 template <Format kFormat, bool kRandom, typename T>
 __device__ __forceinline__ void encode_four(
     const QuantizeArgs<T>& args, const TokenDraws& draws, int64_t i, int64_t end, bool aligned, bool write,
@@ -168,7 +170,8 @@ __device__ __forceinline__ void encode_four(
   }
 }
 
-// `refused` is null or tells whether an element is not finite: the residual then stays as it is.
+// Quantises blocks. If `refused` is not null and *refused is set, an element is not finite, and the residual stays
+// unchanged.
 template <Format kFormat, bool kRandom, typename T>
 __global__ void __launch_bounds__(kThreads)
     quantize_kernel(QuantizeArgs<T> args, int64_t num_blocks, bool aligned, const int* __restrict__ refused) {
@@ -176,7 +179,7 @@ __global__ void __launch_bounds__(kThreads)
   const int group = static_cast<int>(threadIdx.x) / kLanes, lane = static_cast<int>(threadIdx.x) % kLanes;
   float* const own = shared + group * args.block;
   const bool write = args.residual != nullptr && (refused == nullptr || *refused == 0);
-  // Both halves of a warp go on for as long as one has a block: they shuffle together.
+  // Both halves of a warp stay in the loop as long as one has a block, because all lanes take part in the shuffles.
   for (int64_t first = int64_t{blockIdx.x} * kBlocksPerGroup + group / 2 * 2; first < num_blocks;
        first += int64_t{gridDim.x} * kBlocksPerGroup) {
     const int64_t block = first + group % 2, begin = block * args.block;
@@ -224,7 +227,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// refused = 1 where an element is not finite; with kCheck that is a trap.
+// Sets *refused to 1 if an element is not finite; with kCheck, traps instead.
 template <bool kCheck, typename T>
 __global__ void __launch_bounds__(kThreads)
     check_finite_kernel(QuantizeArgs<T> args, bool aligned, int* __restrict__ refused) {
@@ -245,7 +248,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The largest key of all elements, at least what was there.
+// Raises *largest to the largest key of all elements.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     largest_kernel(QuantizeArgs<T> args, bool aligned, int* __restrict__ largest) {
@@ -264,11 +267,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Eight elements from i on: whole bytes of every format. Codes are read byte by byte where no access fits them.
+// Decodes eight elements from i on, whose codes are whole bytes in every format. Codes are read byte by byte if no
+// single access fits.
 template <Format kFormat>
 __device__ __forceinline__ void decode_eight(
     const uint8_t* codes, int64_t i, int64_t numel, bool aligned, float scale, float (&values)[8]) {
-  constexpr int kBits = static_cast<int>(bits_of(kFormat)); // as many bytes
+  constexpr int kBits = static_cast<int>(bits_of(kFormat)); // also the bytes of eight codes
   const uint8_t* const from = codes + i / 8 * kBits;
   uint32_t bytes[kBits + 1] = {};
   constexpr bool kFits = (kBits & (kBits - 1)) == 0;
@@ -396,8 +400,8 @@ __device__ __forceinline__ int64_t part_stride() {
   return int64_t{gridDim.x} * (kThreads / kWarpSize);
 }
 
-// Rows with scales of their own: a warp has 128 columns of a row, a lane four of them. One scale is that of the whole
-// warp, or of eight lanes.
+// Encodes rows that carry their scales. A warp has 128 columns of a row, and a lane four of them. The whole warp shares
+// a scale, or eight lanes do (kMx).
 template <RowFormat kRow, typename T>
 __global__ void __launch_bounds__(kThreads)
     quantize_rows_kernel(QuantizeRowsArgs<T> args, int64_t num_parts, bool aligned) {
@@ -459,7 +463,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// True if a lane's four elements and four codes are one access each, in every row.
+// True if the addresses allow one access for a lane's four elements, and one for its four codes, in every row.
 template <RowFormat kRow, typename T>
 bool rows_fit(const T* x, const uint8_t* rows, int64_t dim) {
   return dim % kFour == 0 && row_bytes(dim, kRow) % kFour == 0 && is_aligned(x, kFour * sizeof(T)) &&

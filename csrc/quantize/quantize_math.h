@@ -1,4 +1,4 @@
-// Arithmetic of the block quantisers, shared by every backend: no product is fused with a sum, see feedback_math.h.
+// Arithmetic of the block quantisers, shared by all backends. No product is fused with a sum; see feedback_math.h.
 #pragma once
 
 #include <type_traits>
@@ -10,16 +10,18 @@
 namespace moe_ext::quantize {
 namespace {
 
-// Scaling of the elements of a block. 1 / scale of a subnormal is infinite: such a block is lifted first.
+// Scaling of the elements of a block. The inverse of a subnormal scale would be infinite, so a block with a small scale
+// is first multiplied by `lift`.
 struct Scaling {
   float scale;   // value = code * scale
-  float lift;    // a power of two
+  float lift;    // power of two
   float inverse; // code = round(a * lift * inverse)
 };
 
 MOE_INLINE Scaling scaling_of(float largest, float largest_code) {
   float scale = largest / largest_code;
-  // Rounded up, the largest finite numbers would come back as infinity. Infinity stays what it is.
+  // If the scale was rounded up, the largest finite numbers would be decoded as infinity. Infinity itself stays
+  // infinite.
   if (key_of(scale * largest_code) >= kInfinityKey<float> && key_of(largest) < kInfinityKey<float>) {
     scale = bit_cast<float>(bit_cast<uint32_t>(scale) - 1);
   }
@@ -27,7 +29,7 @@ MOE_INLINE Scaling scaling_of(float largest, float largest_code) {
   return {scale, lift, scale > 0 ? 1.0f / (scale * lift) : 0.0f};
 }
 
-// To the nearest integer, ties to even, for |x| < 2^22.
+// Rounds to the nearest integer, ties to even, for |x| < 2^22.
 MOE_INLINE float round_even(float x) {
   return (x + 12582912.0f) - 12582912.0f;
 }
@@ -37,20 +39,20 @@ MOE_INLINE float clamped(float x, float bound) {
   return low > bound ? bound : low;
 }
 
-// Up with the probability of the fraction: unbiased. u in [0, 1).
+// Rounds up with a probability equal to the fraction, so that the mean is x. `u` is uniform in [0, 1).
 MOE_INLINE float round_random(float x, float u) {
   const float shifted = x + u;
   const float nearest = round_even(shifted);
   return nearest > shifted ? nearest - 1.0f : nearest;
 }
 
-// float8 e4m3fn, saturating: 1 sign, 4 exponent (bias 7), 3 mantissa bits; 0x7E is 448.
+// Converts to float8 e4m3fn, saturating: 1 sign, 4 exponent (bias 7) and 3 mantissa bits; 0x7E is 448.
 MOE_INLINE uint32_t to_e4m3(float x, bool random, uint32_t word) {
   const uint32_t sign = bit_cast<uint32_t>(x) >> 24 & 0x80u;
   const uint32_t bits = key_of(x);
   const uint32_t up = random ? word >> 12 : 0x7FFFFu + (bits >> 20 & 1u);
   const uint32_t normal = (bits + up - (120u << 23)) >> 20;
-  // Below 2^-6 the steps are of 2^-9.
+  // Below 2^-6 the codes are subnormal, with steps of 2^-9.
   const float steps = bit_cast<float>(bits) * 0x1p9f;
   const float whole = random ? round_random(steps, to_uniform(word)) : round_even(steps);
   const uint32_t subnormal = bit_cast<uint32_t>(clamped(whole, 8.0f) + 8388608.0f) & 0xFu;
@@ -65,19 +67,19 @@ MOE_INLINE float from_e4m3(uint32_t code) {
   return bit_cast<float>(bit_cast<uint32_t>(value) | (code & 0x80u) << 24);
 }
 
-// The low bits, as a signed number.
+// The low kBits of `bits` as a signed number.
 template <int64_t kBits>
 MOE_INLINE int32_t from_low_bits(uint32_t bits) {
   constexpr uint32_t kTop = 1u << (kBits - 1);
   return static_cast<int32_t>((bits & (2 * kTop - 1)) ^ kTop) - static_cast<int32_t>(kTop);
 }
 
-// A float that holds a small integer to that integer's low bits; of NaN to any.
+// Converts a float that holds a small integer to its low 8 bits; the result for NaN is arbitrary.
 MOE_INLINE int8_t to_int8(float whole) {
   return static_cast<int8_t>(bit_cast<uint32_t>(whole + 12582912.0f));
 }
 
-// `word` is drawn where codes are rounded at random.
+// Code of an element `a`. `word` is a random word, used with kRandom only.
 template <Format kFormat, bool kRandom>
 MOE_INLINE int8_t code_of(float a, Scaling s, uint32_t word) {
   constexpr float kBound = largest_code(kFormat);
@@ -95,8 +97,8 @@ MOE_INLINE float value_of(int8_t code, float scale) {
   return number * scale;
 }
 
-// Exponent of the scale of an MX block, biased by 127: the least power of two by which its largest element is at most
-// 448, so that nothing is cut off. 255 is NaN, for a block in which something is not finite.
+// Exponent of the scale of an MX block, biased by 127: the least power of two by which the largest element, of the
+// given key, is at most 448, so that no element is clipped. 255 (NaN) if an element is not finite.
 MOE_INLINE uint32_t mx_exponent(uint32_t key) {
   const int32_t exponent = static_cast<int32_t>(key >> 23) - 8 + ((key & 0x7FFFFFu) > 0x600000u);
   const uint32_t found = exponent < 0 ? 0u : static_cast<uint32_t>(exponent);
@@ -108,7 +110,7 @@ MOE_INLINE float mx_scale(uint32_t exponent) {
   return exponent == 255 ? bit_cast<float>(0x7FC00000u) : power;
 }
 
-// Scaling of a block of a row by its largest element: of NaN and infinity, the scale NaN.
+// Scaling of a block of a row, from the key of its largest element. The scale is NaN if an element is not finite.
 template <RowFormat kRow>
 MOE_INLINE Scaling row_scaling(uint32_t key) {
   if constexpr (kRow == RowFormat::kMx) {
@@ -149,21 +151,21 @@ constexpr float largest_finite() {
   return std::is_same_v<T, Half> ? 65504.0f : std::is_same_v<T, BFloat16> ? 0x1.FEp127f : 0x1.FFFFFEp127f;
 }
 
-// A power of two does not divide the largest element evenly: rounded up, it could be beyond the largest of T.
+// Clamps a decoded element of kMx to the finite numbers of T: a code that was rounded up may decode to more.
 template <RowFormat kRow, typename T>
 MOE_INLINE float within(float value) {
   return kRow == RowFormat::kMx ? clamped(value, largest_finite<T>()) : value;
 }
 
-// Random words of a block that begins at that element; words(i) are those of the elements i to i + 3.
+// Random words of a block that begins at element `begin`; words(i) belong to the elements i to i + 3.
 MOE_INLINE TokenDraws rounding_draws(const RngSource& rng, int64_t begin) {
   TokenDraws draws = token_draws(rng, Stream::kRounding, 0);
   draws.c1 ^= static_cast<uint32_t>(begin >> 34) << 20;
   return draws;
 }
 
-// Scale of a block of signs, its mean magnitude. Far above one the terms are scaled down first: their sum might not be
-// finite.
+// Factor of the terms in the mean magnitude of a block of signs. Large terms are scaled down, because their sum might
+// be infinite.
 MOE_INLINE float sign_factor(uint32_t largest) {
   return bit_cast<float>(largest) > 0x1p100f ? 0x1p-32f : 1.0f;
 }

@@ -1,6 +1,6 @@
-// Loops over the rows of a dispatch and their codes, compiled once per instruction set. A block of elements with one
-// scale is read into registers once: its largest element is taken there, and its codes are made from there. Internal
-// linkage, as simd.h.
+// Loops over the rows of a dispatch, compiled once per instruction set. A block of elements with one scale is read into
+// registers once; its largest element and its codes are computed from there. All functions have internal linkage, for
+// the reason in simd.h.
 #pragma once
 
 #include "common/vectors.h"
@@ -11,12 +11,12 @@ namespace {
 
 constexpr int64_t kAheadOfRows = 2048;
 
-// The larger one; the bound where x is not a number.
+// max(low, x); `low` if x is NaN.
 MOE_INLINE Floats at_least(float low, Floats x) {
   return x > low ? x : splat(low);
 }
 
-// `code_of` in the low byte of each lane, to the nearest.
+// Codes of `code_of` without kRandom, in the low byte of each lane.
 template <Format kFormat>
 MOE_INLINE Words codes_of(Floats a, Scaling s) {
   constexpr float kBound = largest_code(kFormat);
@@ -26,7 +26,7 @@ MOE_INLINE Words codes_of(Floats a, Scaling s) {
     const Floats magnitude = at_most(kBound, bit_cast<Floats>(bits & 0x7FFFFFFFu));
     const Words of = bit_cast<Words>(magnitude);
     const Words normal = (of + (0x7FFFFu - (120u << 23)) + (of >> 20 & 1u)) >> 20;
-    // Below 2^-6 the steps are of 2^-9, the last place of 2^14.
+    // Below 2^-6 the codes are subnormal, with steps of 2^-9, the last place of a float near 2^14.
     const Words subnormal = bit_cast<Words>(magnitude + 16384.0f) - 0x46800000u;
     return (bits >> 24 & 0x80u) | (of < 0x3C800000u ? subnormal : normal);
   } else {
@@ -34,7 +34,7 @@ MOE_INLINE Words codes_of(Floats a, Scaling s) {
   }
 }
 
-// `value_of` of codes of fp8 in the lanes.
+// Values of fp8 codes, one code per lane; equal to `value_of`.
 MOE_INLINE Floats from_e4m3(Words codes) {
   const Words magnitude = codes & 0x7Fu;
   const Words subnormal = bit_cast<Words>(bit_cast<Floats>(magnitude + 0x46800000u) - 16384.0f);
@@ -51,7 +51,7 @@ MOE_INLINE Floats values_of(Bytes codes, float scale) {
   }
 }
 
-// A block of codes and its scale. A block in which something is not finite has the scale NaN and codes of zero.
+// Writes the codes and the scale of a block: the scale NaN and codes of zero if an element is not finite.
 template <RowFormat kRow, typename T>
 MOE_INLINE void quantize_row_block(const T* __restrict x, uint8_t* __restrict codes, uint8_t* __restrict scale) {
   constexpr int64_t kVectors = row_block(kRow) / kLanes;
@@ -79,7 +79,7 @@ MOE_INLINE void dequantize_row_block(T* __restrict out, const uint8_t* __restric
   for (int64_t i = 0; i < row_block(kRow); i += kLanes) {
     const Floats values = values_of<code_format(kRow)>(load<Bytes>(codes + i), scale);
     if constexpr (kRow == RowFormat::kMx) {
-      // A number of MX is a power of two times its code: rounded up, it could be beyond the largest of T.
+      // As `within`: a code that was rounded up may decode to more than the largest finite number of T.
       constexpr float kMost = largest_finite<T>();
       const Floats low = values < -kMost ? splat(-kMost) : values;
       store_floats(out + i, low > kMost ? splat(kMost) : low);

@@ -1,5 +1,5 @@
 // Loops of the block quantisers, compiled once per instruction set. A block is read once into a buffer that stays in
-// the first cache; its largest element or the sum of its magnitudes is taken there, and its codes are made from there.
+// the L1 cache; its largest element or the sum of its magnitudes, and then its codes, are computed from there.
 #include "common/stream.h"
 #include "quantize/quantize_rows_loops.h"
 #include "quantize/quantize_tables.h"
@@ -13,17 +13,17 @@ namespace {
 
 constexpr int64_t kLanes = 16;
 constexpr int64_t kAhead = 2048;
-// Prefetch for loops that are faster than the memory: into the second cache, in time.
+// Distance in elements of the prefetch into the L2 cache, for loops that are faster than the memory.
 constexpr int64_t kFarAhead = 8192;
 constexpr int kSecondCache = 2;
 
 struct Block {
   int64_t size;
-  int64_t padded;   // to whole vectors, with zeros
-  uint32_t largest; // key
+  int64_t padded;   // size rounded up to whole vectors; zeros fill the rest
+  uint32_t largest; // key of the largest magnitude
 };
 
-// Adds x and what is owed.
+// Writes a = x plus residual of a block to `a`.
 template <typename T>
 MOE_INLINE Block load_block(const QuantizeArgs<T>& args, int64_t block, float* __restrict a) {
   const int64_t begin = block * args.block;
@@ -32,7 +32,7 @@ MOE_INLINE Block load_block(const QuantizeArgs<T>& args, int64_t block, float* _
   for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) {
     __builtin_prefetch(x + kAhead + i);
   }
-  // A key has no sign bit, and more instruction sets have a maximum of signed numbers.
+  // The top bit of a key is 0, and more instruction sets have a maximum of signed numbers.
   int32_t most = 0;
   if (args.residual_in != nullptr) {
     const float* __restrict residual = args.residual_in + begin;
@@ -58,7 +58,7 @@ MOE_INLINE Block load_block(const QuantizeArgs<T>& args, int64_t block, float* _
   return {n, padded, static_cast<uint32_t>(most)};
 }
 
-// Sum of |a| * factor in the same order for every instruction set.
+// Sum of |a| * factor, in an order that is the same for every instruction set.
 MOE_INLINE float magnitude_sum(const float* a, int64_t n, float factor) {
   float lanes[kLanes] = {};
   for (int64_t i = 0; i < n; i += kLanes) {
@@ -75,7 +75,7 @@ MOE_INLINE float magnitude_sum(const float* a, int64_t n, float factor) {
 }
 
 #if defined(__AVX512F__)
-// The largest key of whole vectors.
+// Largest key of n elements, a whole number of vectors.
 MOE_INLINE uint32_t largest_of(const float* x, int64_t n) {
   __m512i most = _mm512_setzero_si512();
   for (int64_t i = 0; i < n; i += kLanes) {
@@ -85,7 +85,7 @@ MOE_INLINE uint32_t largest_of(const float* x, int64_t n) {
   return static_cast<uint32_t>(_mm512_reduce_max_epi32(most));
 }
 
-// lanes[0] after the folds of `magnitude_sum`.
+// Sum of the lanes, in the order in which `magnitude_sum` folds them.
 MOE_INLINE float folded(__m512 lanes) {
   const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
@@ -93,7 +93,8 @@ MOE_INLINE float folded(__m512 lanes) {
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-// Sum of magnitudes, signs and largest key of whole vectors in one read.
+// Writes the signs and the sum of magnitudes of n elements, a whole number of vectors, and returns the largest key.
+// Reads x once.
 MOE_INLINE uint32_t signs_of(const float* x, int64_t n, uint8_t* out, float* sum) {
   const __m512 magnitude = _mm512_castsi512_ps(_mm512_set1_epi32(0x7FFFFFFF));
   __m512 lanes = _mm512_setzero_ps();
@@ -111,7 +112,7 @@ MOE_INLINE uint32_t signs_of(const float* x, int64_t n, uint8_t* out, float* sum
 }
 #endif
 
-// A word for each of n elements from `begin` on, rounded up to four.
+// Draws a random word for each of n elements from `begin` on; n is rounded up to a multiple of four.
 MOE_INLINE void draw(uint32_t* words, const RngSource& rng, int64_t begin, int64_t n) {
   const TokenDraws draws = rounding_draws(rng, begin);
   for (int64_t i = 0; i < n; i += 4) {
@@ -134,7 +135,7 @@ MOE_INLINE bool is_far(int32_t step) {
   return step >= kFarStep || step <= -kFarStep;
 }
 
-// Logs n elements, of which `values` have been sent; eight at a time, since few are kept whole.
+// Logs n elements, whose decoded codes are `values`. Far steps are rare, so flags are tested eight at a time.
 template <typename T>
 MOE_INLINE void log_rest(
     const QuantizeArgs<T>& args, int64_t first, const float* __restrict a, const float* __restrict values, int64_t n,
@@ -162,7 +163,7 @@ MOE_INLINE void log_rest(
   }
 }
 
-// The remainder of n elements once `values` have been sent.
+// Writes the residual a - values of n elements, and logs it unless `log` is null.
 template <typename T>
 MOE_INLINE void keep_rest(
     const QuantizeArgs<T>& args, int64_t first, const float* __restrict a, const float* __restrict values, int64_t n,
@@ -176,7 +177,8 @@ MOE_INLINE void keep_rest(
   }
 }
 
-// The low bits of eight bytes, side by side, and back to the high bits of eight bytes.
+// `squeeze` packs the low kBits of eight bytes without gaps. The inverse below puts them into the high bits of eight
+// bytes.
 template <int64_t kBits>
 MOE_INLINE uint64_t squeeze(uint64_t word) {
   constexpr uint64_t kOne = (uint64_t{1} << kBits) - 1, kTwo = (uint64_t{1} << 2 * kBits) - 1;
@@ -198,7 +200,7 @@ MOE_INLINE uint64_t spread(uint64_t word) {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
 
-// Reads whole eights of codes.
+// Packs n codes. Reads a multiple of eight codes.
 template <Format kFormat>
 MOE_INLINE void pack(uint8_t* __restrict out, const int8_t* __restrict codes, int64_t n) {
   constexpr int64_t kBits = bits_of(kFormat);
@@ -228,7 +230,7 @@ MOE_INLINE void pack(uint8_t* __restrict out, const int8_t* __restrict codes, in
   }
 }
 
-// Codes in the high bits of bytes; writes whole eights.
+// Unpacks n codes into the high bits of bytes. Writes a multiple of eight codes.
 template <Format kFormat>
 MOE_INLINE void unpack(int8_t* __restrict codes, const uint8_t* __restrict from, int64_t n) {
   constexpr int64_t kBits = bits_of(kFormat);
@@ -246,7 +248,7 @@ MOE_INLINE void unpack(int8_t* __restrict codes, const uint8_t* __restrict from,
   __builtin_memcpy(codes, words, 8 * eights);
 }
 
-// The largest magnitude that a block is scaled by.
+// Key of the magnitude that determines the scale: the tensor's largest for a shared scale, otherwise the block's.
 template <typename T>
 MOE_INLINE uint32_t key_of_scale(const QuantizeArgs<T>& args, uint32_t key) {
   return args.largest != nullptr ? *args.largest : key;
@@ -259,8 +261,8 @@ MOE_INLINE void put_scale(const QuantizeArgs<T>& args, int64_t block, float scal
   }
 }
 
-// A block in which something is not finite comes back as NaN, and the residual keeps all of it: no other block is
-// touched by it.
+// Encodes a block that is not finite: the scale NaN and codes of zero. The residual becomes a, or stays unchanged with
+// a log. Other blocks are not affected.
 template <typename T, Format kFormat>
 __attribute__((noinline)) void refuse_block(
     const QuantizeArgs<T>& args, int64_t block, const float* a, int64_t n, const UndoLog* log) {
@@ -272,7 +274,7 @@ __attribute__((noinline)) void refuse_block(
   }
 }
 
-// A whole block that nothing is added to is read where it is.
+// True if a block needs no copy to a buffer: whole vectors of float32 without a residual to add.
 template <typename T>
 MOE_INLINE bool read_in_place(const QuantizeArgs<T>& args, int64_t block) {
 #if defined(__AVX512F__)
@@ -283,7 +285,7 @@ MOE_INLINE bool read_in_place(const QuantizeArgs<T>& args, int64_t block) {
 #endif
 }
 
-// Bit i % 8 of byte i / 8 is the sign of element i; zeros are positive.
+// Sets bit i % 8 of byte i / 8 to the sign of element i; zeros are positive.
 MOE_INLINE void pack_signs(uint8_t* out, const float* a, int64_t n) {
   int64_t i = 0;
 #if defined(__AVX512F__)
@@ -307,7 +309,7 @@ MOE_INLINE void pack_signs(uint8_t* out, const float* a, int64_t n) {
 }
 
 #if defined(__AVX512F__)
-// x plus what is owed, of whole vectors; returns the largest key.
+// Writes x + residual of n elements, a whole number of vectors, to `a`. Returns the largest key.
 MOE_INLINE uint32_t add_block(const float* x, const float* residual, int64_t n, float* a) {
   __m512i most = _mm512_setzero_si512();
   for (int64_t i = 0; i < n; i += kLanes) {
@@ -324,7 +326,7 @@ MOE_INLINE void put(void* to, __m512i value, bool streamed) {
   streamed ? _mm512_stream_si512(static_cast<__m512i*>(to), value) : _mm512_storeu_si512(to, value);
 }
 
-// Codes of whole lines, and what is left of them: `code_of` and `keep_rest`, to the bit.
+// Writes codes and residuals of whole cache lines of codes, with the same bits as `code_of` and `keep_rest`.
 template <Format kFormat, bool kLogged>
 MOE_INLINE void code_block(
     const QuantizeArgs<float>& args, int64_t first, const float* a, Scaling s, int8_t* codes, UndoLog* log) {
@@ -358,7 +360,7 @@ MOE_INLINE void code_block(
         steps[j] = _mm512_sub_epi32(_mm512_loadu_si512(before + at), _mm512_castps_si512(guess));
       }
     }
-    // Each 128 bits of what is packed hold four of each vector in turn.
+    // In the packed bytes, each 128 bits hold four codes of every vector; the permutation restores the order.
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i pairs[2] = {_mm512_packs_epi32(whole[0], whole[1]), _mm512_packs_epi32(whole[2], whole[3])};
     const __m512i fours =
@@ -382,8 +384,8 @@ MOE_INLINE void code_block(
   }
 }
 
-// Whole blocks of numbers to the nearest, with feedback: the next block is added while the scale of this one is
-// divided.
+// Quantises whole blocks with feedback, rounding to nearest. The next block is loaded and added during the division for
+// the scale of the current one.
 template <Format kFormat, bool kLogged>
 uint32_t feed_blocks(const QuantizeArgs<float>& args, int64_t begin, int64_t end, UndoLog* log) {
   alignas(64) float a[2][kLargestBlock];
@@ -480,7 +482,7 @@ uint32_t quantize(const QuantizeArgs<T>& args, int64_t begin, int64_t end, UndoL
   return most;
 }
 
-// The mean magnitude of each block.
+// Quantises blocks as signs with the mean magnitude as scale.
 template <typename T>
 uint32_t quantize_signs(const QuantizeArgs<T>& args, int64_t begin, int64_t end, UndoLog* log) {
   alignas(64) float a[kLargestBlock];
@@ -532,7 +534,7 @@ uint32_t largest(const QuantizeArgs<T>& args, int64_t begin, int64_t end) {
   return most;
 }
 
-// `values` has room for whole bytes.
+// Decodes n codes. `values` must have room for all codes of the last byte.
 template <Format kFormat>
 MOE_INLINE void decode(float* __restrict values, const uint8_t* __restrict codes, float scale, int64_t n) {
   if constexpr (kFormat == Format::kInt8) {
@@ -589,7 +591,7 @@ void undo(const QuantizeArgs<T>& args, int64_t begin, int64_t end, const UndoLog
     const int64_t n = args.numel - first < args.block ? args.numel - first : args.block;
     const float scale = args.scales[block];
     if (scale != scale) {
-      continue; // nothing was done to it
+      continue; // a NaN scale: `quantize` left the residual of this block unchanged
     }
     decode<kFormat>(values, args.codes + code_bytes(first, kFormat), scale, n);
     float* __restrict residual = args.residual + first;

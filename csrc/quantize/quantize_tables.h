@@ -7,33 +7,34 @@ namespace moe_ext::quantize {
 
 constexpr int64_t kLeastBlock = 64;
 constexpr int64_t kLargestBlock = 1024;
-// A tensor with one scale is coded in blocks of so many elements, too.
+// Elements of the blocks in which a tensor with one shared scale is encoded.
 constexpr int64_t kSharedBlock = kLargestBlock;
 
-// Blocks of neighbouring elements with one scale each; the last may be shorter. Codes follow each other without gaps.
+// Arguments for blocks of neighbouring elements with one scale each; the last may be shorter. Codes have no gaps.
 template <typename T>
 struct QuantizeArgs {
   const T* x;
-  const float* residual_in; // what is owed, or null; `residual` itself where that is changed in place
-  float* residual;          // or null
+  const float* residual_in; // old residual, or null; equal to `residual` for a call in place
+  float* residual;          // new residual, or null
   uint8_t* codes;
   float* scales;
   int64_t numel;
   int64_t block;
-  RngSource rng;                     // its state is null to round to the nearest
-  int64_t offset;                    // elements before these in the streams of random numbers
-  const uint32_t* largest = nullptr; // key of the largest element, where all blocks share the scale scales[0]
-  bool streamed = false;             // what is written is whole lines, and goes past the caches
+  RngSource rng;                     // a null state means rounding to nearest
+  int64_t offset;                    // place of the first element in the streams of random numbers
+  const uint32_t* largest = nullptr; // key of the largest element, if all blocks share the scale scales[0]
+  bool streamed = false;             // stores bypass the caches; possible only for whole cache lines
 };
 
-// Log for taking back, bit for bit, what blocks have done to a residual in place: how many floats the old value is
-// above (residual + code * scale) - x. Where those are kFarStep or more either way, the value itself is kept.
+// Distance from which on the log holds the old residual itself. Below, the log holds a step: the number of
+// representable floats from (residual + code * scale) - x to the old residual.
 constexpr int32_t kFarStep = 32767;
 
+// Log of a call in place, by which `undo` restores the old residual bit for bit.
 struct UndoLog {
-  int16_t* steps;    // of all elements
-  float* values;     // room for the elements of one call, and one
-  int64_t count = 0; // of values
+  int16_t* steps;    // [numel]
+  float* values;     // old residuals at a far step, in order; room for the elements of one call plus one
+  int64_t count = 0; // number of values
 };
 
 template <typename T>
@@ -43,11 +44,11 @@ struct DequantizeArgs {
   const float* scales;
   int64_t numel;
   int64_t block;
-  bool add;            // out += value
+  bool add;            // add to `out` instead of overwriting it
   bool shared = false; // all blocks have the scale scales[0]
 };
 
-// Rows of `dim` elements as rows of `row_bytes(dim, format)` bytes, and back.
+// Arguments to encode rows of `dim` elements as rows of `row_bytes(dim, format)` bytes.
 template <typename T>
 struct QuantizeRowsArgs {
   const T* x;
@@ -55,6 +56,7 @@ struct QuantizeRowsArgs {
   int64_t dim;
 };
 
+// Arguments to decode rows.
 template <typename T>
 struct DequantizeRowsArgs {
   T* out;
@@ -64,14 +66,15 @@ struct DequantizeRowsArgs {
 
 template <typename T>
 struct QuantizeKernels {
-  // The blocks [begin, end); both return the largest magnitude as a key, which tells NaN and infinity. With a log, or
-  // null, of what is done in place: then the residual of a block that is not finite stays as it is.
+  // Quantises the blocks [begin, end) and returns the key of the largest magnitude, which tells if all are finite. If
+  // `log` is not null, logs a call in place; a block that is not finite then keeps its residual.
   uint32_t (*quantize[kNumFormats])(const QuantizeArgs<T>& args, int64_t begin, int64_t end, UndoLog* log);
+  // Returns the key of the largest magnitude in the blocks [begin, end).
   uint32_t (*largest)(const QuantizeArgs<T>& args, int64_t begin, int64_t end);
-  // The residual as it was before a logged call of `quantize`.
+  // Restores the residual to the state before a logged call of `quantize`.
   void (*undo[kNumFormats])(const QuantizeArgs<T>& args, int64_t begin, int64_t end, const UndoLog& log);
   void (*dequantize[kNumFormats])(const DequantizeArgs<T>& args, int64_t begin, int64_t end);
-  // The rows [begin, end).
+  // Encode and decode the rows [begin, end).
   void (*quantize_rows[kNumRowFormats])(const QuantizeRowsArgs<T>& args, int64_t begin, int64_t end);
   void (*dequantize_rows[kNumRowFormats])(const DequantizeRowsArgs<T>& args, int64_t begin, int64_t end);
 };

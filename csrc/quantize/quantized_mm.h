@@ -1,4 +1,4 @@
-// Products with weights of 8 or 4 bits: the argument checks.
+// Products with weights of 8 or 4 bits: the argument checks that both backends share.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +16,6 @@ void check_quantized_mm(
     const Tensor& outlier_columns, // [n]
     const Tensor& outlier_offsets, // [M + 1]
     int64_t bits,
-    const std::optional<Tensor>& expert_offsets); // of x; codes and offsets are then those of all experts
+    const std::optional<Tensor>& expert_offsets); // [E + 1], into the rows of x; the weight then holds E experts
 
 } // namespace moe_ext::quantized_mm

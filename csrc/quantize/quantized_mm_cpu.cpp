@@ -1,5 +1,5 @@
-// CPU side of products with weights of 8 or 4 bits, for few tokens: the rows of the weight are divided between threads,
-// and each is read once.
+// Products with weights of 8 or 4 bits on CPU, for few tokens. The rows of the weight are divided between threads. With
+// few tokens, reading the weight takes the time, so each row is read from memory once.
 #include <torch/csrc/stable/library.h>
 
 #include <vector>
@@ -38,7 +38,7 @@ void check_outliers(const Tensor& columns, const Tensor& offsets, int64_t dim) {
   }
 }
 
-// Tokens [first_token, first_token + num_tokens) times rows [first_row, first_row + num_rows).
+// Multiplies tokens [first_token, first_token + num_tokens) with rows [first_row, first_row + num_rows).
 template <typename T>
 void multiply(
     const Tensor& out, const Tensor& x, const Tensor& codes, const Tensor& scales, const Tensor& outliers,
@@ -58,7 +58,7 @@ void multiply(
   }
   const float* tokens = bits == 4 ? halves.data() : wide.data();
   const auto rows = bits == 4 ? kernels().rows4 : kernels().rows8;
-  // Asked for once: each call goes through torch's C interface.
+  // Pointers are fetched outside of the loop, because each `data` call goes through torch's C interface.
   const uint8_t* of_rows = data<const uint8_t>(codes) + first_row * row_bytes;
   const float* of_blocks = data<const float>(scales) + first_row * num_blocks;
   const T* exact = data<const T>(outliers);

@@ -1,4 +1,4 @@
-// CUDA side of products with weights of 8 or 4 bits: launches.
+// Products with weights of 8 or 4 bits on CUDA: allocation and launches on the current stream.
 #include "common/dispatch.h"
 #include "common/dispatch_cuda.cuh"
 #include "common/torch_cuda.cuh"
@@ -26,7 +26,7 @@ Tensor quantized_mm_cuda(
   const int64_t num_rows = codes.size(0), dim = x.size(1);
   const Tensor of_experts = expert_offsets ? contiguous(*expert_offsets) : Tensor();
   const ExpertBounds experts = expert_offsets ? bounds_of("quantized_mm", of_experts) : ExpertBounds{};
-  // Rows of no expert are zero.
+  // Tokens outside of all experts get rows of zeros.
   Tensor out = expert_offsets ? torch::stable::new_zeros(tokens, {x.size(0), num_rows / experts.num_experts})
                               : torch::stable::new_empty(tokens, {x.size(0), num_rows});
   const auto run = [&]<typename T>() {

@@ -1,6 +1,7 @@
-// A warp multiplies a row of codes with four tokens; of experts, with all tokens of the row's expert. The sixteen sums
-// of the CPU are the lanes of a half: the first half has the columns that the CPU adds to its even sums, the other one
-// those of its odd sums. Products are rounded before they are added (-fmad=false): the CPU's bits.
+// Products with weights of 8 or 4 bits. A warp multiplies a row of codes with four tokens or, with experts, with all
+// tokens of the row's expert. The sixteen lanes of a half correspond to the sixteen sums of the CPU; the first half has
+// the columns of the CPU's even sums, the second half those of its odd sums. Products are rounded before they are added
+// (-fmad=false), so the bits are those of the CPU.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,7 +16,7 @@
 namespace moe_ext::quantized_mm {
 
 constexpr int kSums = 16;
-constexpr int kTokens = 4; // that share what is read of a row
+constexpr int kTokens = 4; // tokens that share one read of a row
 
 template <typename T>
 struct Product {
@@ -25,12 +26,12 @@ struct Product {
   const T* outliers;      // [num_outliers]
   const int32_t* columns; // [num_outliers]
   const int64_t* offsets; // [num_rows + 1]
-  T* out;                 // [num_tokens, num_rows]; of experts [num_tokens, num_rows / E]
+  T* out;                 // [num_tokens, num_rows]; with E experts [num_tokens, num_rows / E]
   int64_t num_tokens, dim, num_rows, block, num_outliers;
-  ExpertBounds experts = {}; // of the tokens; without any, all tokens are multiplied with all rows
+  ExpertBounds experts = {}; // bounds of the tokens of each expert; if empty, all tokens are multiplied with all rows
 };
 
-// The column of 32 that a lane multiplies: bytes lie in order, and of 4-bit codes the low half of a byte comes first.
+// Column of each 32 that a lane multiplies. With 4 bits, a byte holds two neighbouring columns, the low half first.
 template <int kBits>
 __device__ __forceinline__ int lane_column() {
   return kBits == 8 ? lane_id() : 2 * (lane_id() % kSums) + lane_id() / kSums;
@@ -46,7 +47,7 @@ __device__ __forceinline__ float lane_code(const uint8_t* codes) {
   }
 }
 
-// The sum of the first sixteen lanes, one after the other.
+// Adds the values of the first sixteen lanes, one after the other, as the CPU does.
 __device__ __forceinline__ float sum_in_order(float value) {
   float sum = 0;
 #pragma unroll
@@ -56,7 +57,7 @@ __device__ __forceinline__ float sum_in_order(float value) {
   return sum;
 }
 
-// Outliers out of range are a mistake that kCheck traps; without it they touch no memory.
+// Multiplies. Outliers out of range trap with kCheck; otherwise they touch no memory.
 template <int kBits, bool kCheck, typename T>
 __global__ void __launch_bounds__(kThreads) quantized_mm_kernel(Product<T> p) {
   constexpr int kWarps = kThreads / kWarpSize;

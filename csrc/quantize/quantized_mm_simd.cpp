@@ -1,6 +1,6 @@
-// Rows of a matrix of 8 or 4 bits times some tokens, compiled once per instruction set. What is read once from memory
-// is made float in registers and multiplied with up to four tokens. Sums go through 16 lanes, within a block and
-// over the blocks, and products are rounded before they are added: the same bits everywhere.
+// Products of a matrix of 8 or 4 bits with some tokens, compiled once per instruction set. Codes are read from memory
+// once, converted to float in registers and multiplied with up to four tokens. Sums go through 16 lanes, within and
+// over blocks, and products are rounded before they are added, so that every instruction set gives the same bits.
 #include "quantize/quantized_mm_tables.h"
 
 #if defined(__AVX2__)
@@ -12,13 +12,14 @@ namespace {
 
 constexpr int64_t kLanes = 16;
 constexpr int64_t kTokens = 4;
-// As many as sums of all of them and of four tokens have registers.
+// Rows that are multiplied together, limited by the registers for their sums with four tokens.
 #if defined(__AVX512F__)
 constexpr int64_t kRowsAtOnce = 2;
 #else
 constexpr int64_t kRowsAtOnce = 1;
 #endif
-constexpr int64_t kAhead = 4096; // bytes; a row is short for the processor's own prefetcher
+// Distance of the prefetch in bytes. A row is too short for the hardware prefetcher.
+constexpr int64_t kAhead = 4096;
 
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
@@ -28,7 +29,7 @@ MOE_INLINE void load(Vector* to, const void* from) {
   __builtin_memcpy(to, from, sizeof(Vector));
 }
 
-// Sixteen signed bytes; the compiler would take them one by one.
+// Loads sixteen signed bytes, by intrinsics: the compiler would load them one by one.
 MOE_INLINE void load_bytes(Ints* to, const uint8_t* from) {
 #if defined(__AVX512F__)
   const __m512i ints = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
@@ -47,8 +48,8 @@ MOE_INLINE void load_bytes(Ints* to, const uint8_t* from) {
 #endif
 }
 
-// kRows rows from the first one on times kCount tokens from the first one on: what is loaded of the tokens serves all
-// rows.
+// Multiplies kRows rows from `first_row` on with kCount tokens from `first_token` on. All rows share the loads of the
+// tokens.
 template <int kBits, int kRows, int kCount>
 MOE_INLINE void multiply(const RowsArgs& args, int64_t first_row, int64_t first_token) {
   const int64_t row_bytes = args.dim * kBits / 8, num_blocks = args.dim / args.block;
@@ -57,7 +58,7 @@ MOE_INLINE void multiply(const RowsArgs& args, int64_t first_row, int64_t first_
   const float* scale = args.scales + first_row * num_blocks;
   Floats sums[kRows][kCount] = {};
   for (int64_t begin = 0; begin < args.dim; begin += args.block, ++scale) {
-    // Two sums, so that an addition need not wait for the last one.
+    // Two sums, so that an addition need not wait for the result of the previous one.
     Floats even[kRows][kCount] = {}, odd[kRows][kCount] = {};
     for (int64_t i = begin; i < begin + args.block; i += 2 * kLanes) {
       Floats first[kRows], second[kRows];
@@ -67,7 +68,7 @@ MOE_INLINE void multiply(const RowsArgs& args, int64_t first_row, int64_t first_
         Ints low, high;
         load_bytes(&low, at);
         if constexpr (kBits == 4) {
-          // Arithmetic shifts: the low half of a byte and the high one.
+          // Arithmetic shifts sign-extend the high and the low half of each byte.
           high = low >> 4;
           low = (low << 28) >> 28;
         } else {

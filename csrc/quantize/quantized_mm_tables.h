@@ -7,11 +7,11 @@
 
 namespace moe_ext::quantized_mm {
 
-// Rows of codes times tokens, without outliers.
+// Arguments of a product of rows of codes with tokens, without outliers.
 struct RowsArgs {
   const uint8_t* codes; // [num_rows, dim bits / 8]
   const float* scales;  // [num_rows, dim / block]
-  const float* x;       // [num_tokens, dim]; for 4 bits, of each 32 columns the 16 even ones come first
+  const float* x;       // [num_tokens, dim]; for 4 bits, the 16 even columns of each 32 come before the odd ones
   float* sums;          // [num_rows, num_tokens]
   int64_t num_rows;
   int64_t num_tokens;

@@ -1,4 +1,4 @@
-// CPU side of scaled copies. An element is one thread's, and its bits are the same in every loop.
+// Scaled copies on CPU. Elements are independent, so the bits do not depend on the number of threads.
 #include <torch/csrc/stable/library.h>
 
 #include <atomic>

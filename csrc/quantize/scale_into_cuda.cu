@@ -1,4 +1,4 @@
-// CUDA side of scaled copies: allocates and launches; never waits for the device.
+// Scaled copies on CUDA: allocation and launches on the current stream. The host never waits for the device.
 #include "common/dispatch.h"
 #include "common/torch_cuda.cuh"
 #include "quantize/scale_into.h"

@@ -1,5 +1,5 @@
-// Scaled copies: a thread takes as many elements as 16 bytes hold of the larger dtype, where the addresses allow it,
-// and one of those that are left over. Whoever finds something that is not finite writes the same value: no atomics.
+// Scaled copies. If the addresses allow it, a thread takes as many elements as 16 bytes of the larger dtype hold; the
+// rest is taken one by one. All threads that find a non-finite element store the same value, so no atomics are needed.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +13,7 @@
 
 namespace moe_ext::scale_into {
 
-// Each element is read before it is written, by one thread: `out` may be `x`, and neither is __restrict__.
+// `out` may be `x`, because one thread reads each element before it writes it. Therefore neither is __restrict__.
 template <int kSize, typename T, typename U>
 __device__ __forceinline__ bool scale_vector(const T* x, acc_t<T> scale, U* out) {
   using Wide = wide_t<T, U>;
@@ -30,13 +30,13 @@ __device__ __forceinline__ bool scale_vector(const T* x, acc_t<T> scale, U* out)
   return has_top_bit(seen);
 }
 
-// nonfinite [] begins as false.
+// Scales, and sets nonfinite [] to true if an element is not finite. `nonfinite` must begin as false.
 template <int kSize, typename T, typename U>
 __global__ void __launch_bounds__(kThreads)
     scale_into_kernel(const T* x, acc_t<T> scale, int64_t numel, U* out, bool* __restrict__ nonfinite) {
   const int64_t vectors = numel / kSize;
   bool found = false;
-  // Unrolled, its loads could not pass the stores either, and it would spill.
+  // Unrolling would not help, because loads cannot move before stores that may alias, and it would spill registers.
 #pragma unroll 1
   for (int64_t i = global_thread(); i < vectors; i += num_threads()) {
     found |= scale_vector<kSize>(x + i * kSize, scale, out + i * kSize);

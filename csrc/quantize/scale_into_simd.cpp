@@ -1,5 +1,5 @@
-// Scaled copies: plain loops for the vectoriser, compiled once per instruction set. They are faster than the memory,
-// whose lines are asked for in time where two tensors are walked through; of one the processor does so by itself.
+// Scaled copies: plain loops for the vectoriser, compiled once per instruction set. The loops are faster than the
+// memory. With two tensors they therefore prefetch; with one, in place, the hardware prefetcher is enough.
 #include "quantize/scale_into_math.h"
 #include "quantize/scale_into_tables.h"
 
@@ -22,7 +22,7 @@ MOE_INLINE bool scale_loop(const T* x, acc_t<T> scale, int64_t n, U* out) {
   return has_top_bit(seen);
 }
 
-// Into the second cache; where there is nothing, nothing happens.
+// Prefetches into the L2 cache. A prefetch beyond the end of the tensor has no effect.
 template <bool kWrite, typename T>
 MOE_INLINE void prefetch_block(const T* from) {
   for (int64_t i = 0; i < kBlock; i += kLineBytes / static_cast<int64_t>(sizeof(T))) {
@@ -33,7 +33,8 @@ MOE_INLINE void prefetch_block(const T* from) {
 template <typename T, typename U>
 bool scale(const T* x, acc_t<T> factor, int64_t n, U* out) {
   if constexpr (std::is_same_v<T, U>) {
-    // Inlined with one pointer: the compiler's own check for overlap would send it to the loop without vectors.
+    // In place, the loop is inlined with a single pointer. With two, the compiler's run-time check for overlap would
+    // choose the scalar loop.
     if (x == out) {
       return scale_loop<T, U>(out, factor, n, out);
     }

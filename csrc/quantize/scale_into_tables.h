@@ -7,7 +7,7 @@ namespace moe_ext::scale_into {
 
 template <typename T>
 struct LoopsFrom {
-  // out [n] = x [n] * scale, where `out` may be `x`; returns whether some of it is not finite.
+  // Computes out [n] = x [n] * scale; `out` may be `x`. Returns true if an element of the result is not finite.
   template <typename U>
   using Loop = bool (*)(const T* x, acc_t<T> scale, int64_t n, U* out);
 
