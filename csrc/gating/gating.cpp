@@ -75,7 +75,7 @@ void check_scale(const char* op, double scale) {
   MOE_CHECK(std::isfinite(scale), op, ": expected scale to be finite, got ", scale);
 }
 
-// Largest keys of a group that make its score.
+// Number of largest keys whose sum is the score of a group.
 int64_t group_terms(
     const char* op, const std::optional<std::string>& group_score, bool biased, int64_t top_k, int64_t top_groups) {
   if (!group_score) {

@@ -10,7 +10,7 @@
 
 namespace moe_ext::gating {
 
-// Checks everything that needs no look at the data.
+// The following functions check all arguments, except for the values of elements. The first three return the options.
 GateOptions check_topk_gate(
     const Tensor& logits, // [T, E]
     int64_t top_k, const std::string& score_fn, bool renormalize, double scale,
@@ -42,7 +42,7 @@ void check_load_balance_loss(
     const Tensor& num_tokens_per_expert, // [E]
     int64_t top_k);
 
-// A gradient of a scalar loss.
+// Checks that `grad`, the gradient of a scalar loss, is a scalar with the device and dtype that go with `as`.
 void check_scalar_grad(const char* op, const Tensor& grad, const char* as_name, const Tensor& as);
 
 } // namespace moe_ext::gating

@@ -1,6 +1,5 @@
-// CPU side of the gate and of the router losses.
-// Tokens are cut into blocks of a fixed size; a block sums its scores and counts by itself and the blocks are added in
-// order, so the bits do not depend on the number of threads.
+// The gate and the router losses on CPU. Tokens are cut into blocks of a fixed size. Each block sums its scores and
+// counts alone, and the blocks are added in order, so the bits do not depend on the number of threads.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -30,7 +29,7 @@ int64_t num_blocks(int64_t num_tokens) {
   return (num_tokens + kTokensPerBlock - 1) / kTokensPerBlock;
 }
 
-// A value below 0 is none.
+// Sets `smallest` to the smaller of itself and `value`. A negative value is ignored.
 void keep_smaller(std::atomic<int64_t>& smallest, int64_t value) {
   int64_t seen = smallest.load();
   while (value >= 0 && value < seen && !smallest.compare_exchange_weak(seen, value)) {
@@ -48,7 +47,7 @@ void each_block(int64_t num_tokens, const GateOptions& options, F&& f) {
   });
 }
 
-// Experts above -inf in the token's row; refuses a row with NaN or +inf.
+// Returns the number of logits above -inf in the row of a token. Refuses a row with NaN or +inf.
 template <typename T>
 int64_t count_possible(const char* op, const T* row, int64_t num_experts, int64_t token) {
   int64_t above = 0;
@@ -62,7 +61,7 @@ int64_t count_possible(const char* op, const T* row, int64_t num_experts, int64_
   return above;
 }
 
-// Says why the gate refused a token.
+// Raises the error that says why the gate refused a token.
 template <typename T>
 [[noreturn]] void refuse(const GateArgs<T>& args, int64_t token) {
   const T* row = args.logits + token * args.options.num_experts;
@@ -87,14 +86,14 @@ template <typename T>
       *bad);
 }
 
-// Per block: sums of scores, and counts.
+// Sums of scores [blocks, E] and counts [blocks, E].
 template <typename T>
 struct Partials {
   std::vector<acc_t<T>> score_sum;
   std::vector<int64_t> counts;
 };
 
-// f is the table's gate or weigh.
+// Runs f, which is `GateKernels::gate` or `weigh`, on all blocks of tokens.
 template <typename T, typename Args, typename F>
 Partials<T> gate_blocks(const Args& args, int64_t num_tokens, F&& f) {
   const int64_t num_experts = args.options.num_experts;
@@ -168,7 +167,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> topk_gate_cpu(
   return {weights, idx, counts, score_sum};
 }
 
-// Says which index of a token is outside.
+// Raises the error that names the index of a token that is out of range.
 [[noreturn]] void refuse_idx(const char* op, const Tensor& topk_idx, int64_t num_experts, int64_t token) {
   const int64_t top_k = topk_idx.size(1);
   const int64_t* row = data<int64_t>(topk_idx) + token * top_k;
@@ -355,7 +354,7 @@ std::vector<double> double_counts(const char* op, const Tensor& num_tokens_per_e
   return counts;
 }
 
-// d loss / d score_sum[e] = slope * counts[e]: with N = sum of counts = T K, E f P = E (c / N) (S K / N).
+// Slope in d loss / d score_sum[e] = slope * counts[e]. With N = sum of counts = T K, E f P = E (c / N) (S K / N).
 double balance_slope(const std::vector<double>& counts, int64_t top_k) {
   double total = 0;
   for (double count : counts) {

@@ -1,4 +1,5 @@
-// CUDA side of the gate and of the router losses: allocates and launches; never waits for the device.
+// The gate and the router losses on CUDA: allocation and launches on the current stream. The host never waits for the
+// device.
 #include <tuple>
 
 #include "common/dispatch.h"
@@ -142,7 +143,7 @@ Tensor router_z_loss_backward_cuda(
   return out;
 }
 
-// f.operator()<Acc, Index>() for the dtypes of the score sums and of the counts.
+// Calls f.operator()<Acc, Index>() with the dtypes of the score sums and of the counts.
 template <typename F>
 void dispatch_balance(const Tensor& score_sum, const Tensor& counts, F&& f) {
   const bool wide = score_sum.scalar_type() == ScalarType::Double;

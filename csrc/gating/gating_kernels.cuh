@@ -1,8 +1,8 @@
-// The gate: one warp a token, lane l holds the experts l, l + 32, ... in shared memory that no other lane touches
+// The gate, one warp per token. Lane l holds the experts l, l + 32, ... in shared memory that no other lane accesses
 // unless groups are limited. Forward: maximum, exp, sum, score_sum, group limit, K rounds of the warp's best key,
-// weights. A warp keeps its own sums and counts; a block adds those of its warps, and a second kernel adds the blocks,
-// each in a fixed order: the bits depend on the device's size and on nothing else. Nothing is refused here, since that
-// would want a synchronisation: a choice that does not exist becomes -1 with weight 0, and with kCheck it traps.
+// weights. Sums and counts are added by warp, by block, and by a second kernel over blocks, each in a fixed order, so
+// the bits depend only on the size of the device. No token is refused, because an error would need a host
+// synchronisation. Instead a missing choice becomes -1 with weight 0, or traps with kCheck.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,20 +17,20 @@
 namespace moe_ext::gating {
 
 constexpr int kMaxWarps = 8;
-constexpr int kMinBlocks = 2; // of an SM: left to itself ptxas aims at fewer registers and spills
+constexpr int kMinBlocks = 2; // blocks per SM; without this bound ptxas uses fewer registers and spills
 constexpr int kNoExpert = INT32_MAX;
 
 template <typename Acc>
 constexpr Acc kInfinity = static_cast<Acc>(__builtin_inf());
-// The smallest normal number: a smaller denominator is replaced by it.
+// The smallest normal number. It replaces smaller denominators.
 template <typename Acc>
 constexpr Acc kTiny = sizeof(Acc) == 8 ? static_cast<Acc>(0x1p-1022) : static_cast<Acc>(0x1p-126);
 
-// One warp's part of shared memory, `bytes` long; the widest type comes first.
+// Part of shared memory of one warp, `bytes` long. The widest type comes first, for alignment.
 template <typename Acc>
 struct WarpScratch {
   Acc* score;     // [E]
-  Acc* key;       // [E] what selection compares; gradients
+  Acc* key;       // [E] keys of the selection; gradients in the backward pass
   Acc* score_sum; // [E]
   Acc* chosen;    // [K] logits or scores of the chosen experts, then their weights
   Acc* group;     // [G] group scores
@@ -57,7 +57,7 @@ struct WarpScratch {
 };
 
 struct GatePlan {
-  int num_warps; // of a block
+  int num_warps; // per block
   int64_t bytes_per_warp;
   int64_t num_blocks;
 
@@ -72,7 +72,7 @@ struct GatePlan {
   }
 };
 
-// num_warps 0: the device has not the shared memory for that many experts.
+// Plans the launch. `num_warps` is 0 if the device has too little shared memory for so many experts.
 template <typename Acc>
 GatePlan plan_gate(int64_t num_tokens, const GateOptions& options, const DeviceProperties& device) {
   const int64_t bytes = static_cast<int64_t>(WarpScratch<Acc>::bytes(options));
@@ -90,7 +90,7 @@ __device__ __forceinline__ acc_t<T> widen(T x) {
   return static_cast<acc_t<T>>(x);
 }
 
-// The tokens that a warp walks over.
+// First token of a warp; token_stride() is the distance to its next ones.
 __device__ __forceinline__ int64_t first_token() {
   return int64_t{blockIdx.x} * (blockDim.x / kWarpSize) + warp_id();
 }
@@ -99,7 +99,7 @@ __device__ __forceinline__ int64_t token_stride() {
   return int64_t{gridDim.x} * (blockDim.x / kWarpSize);
 }
 
-// Fills score, and returns the factor that makes the scores sum to one.
+// Fills `score` and returns the factor by which the scores sum to one.
 template <typename T>
 __device__ acc_t<T> compute_scores(const T* row, acc_t<T>* score, ScoreFn fn, int num_experts) {
   using Acc = acc_t<T>;
@@ -117,7 +117,7 @@ __device__ acc_t<T> compute_scores(const T* row, acc_t<T>* score, ScoreFn fn, in
   return Acc(1) / (sum > kTiny<Acc> || sum != sum ? sum : kTiny<Acc>);
 }
 
-// The best key above -inf of the experts that this lane holds.
+// Best key above -inf among the experts of this lane.
 template <typename Acc>
 __device__ __forceinline__ Candidate<Acc> lane_best(const Acc* key, int n) {
   Candidate<Acc> best = {-kInfinity<Acc>, kNoExpert};
@@ -129,8 +129,8 @@ __device__ __forceinline__ Candidate<Acc> lane_best(const Acc* key, int n) {
   return best;
 }
 
-// Keys outside the top_groups best groups become -inf. A group's score is the sum of its group_terms largest keys,
-// those of -inf left out.
+// Sets the keys of all but the top_groups best groups to -inf. The score of a group is the sum of its group_terms
+// largest keys, without keys of -inf.
 template <typename Acc>
 __device__ void limit_groups(const WarpScratch<Acc>& scratch, const GateOptions& options) {
   const int num_groups = static_cast<int>(options.num_groups);
@@ -141,7 +141,7 @@ __device__ void limit_groups(const WarpScratch<Acc>& scratch, const GateOptions&
     const Acc* const key = scratch.key + g * group_size;
     Candidate<Acc> last = {kInfinity<Acc>, -1};
     for (int i = 0; i < options.group_terms; ++i) {
-      // The largest key behind the last one; equal keys follow each other by index.
+      // Finds the next key in descending order; equal keys are ordered by index.
       Candidate<Acc> next = {-kInfinity<Acc>, kNoExpert};
       for (int e = 0; e < group_size; ++e) {
         if (key[e] > next.key && (key[e] < last.key || (key[e] == last.key && e > last.idx))) {
@@ -168,7 +168,8 @@ __device__ void limit_groups(const WarpScratch<Acc>& scratch, const GateOptions&
   }
 }
 
-// Writes idx, counts, and leaves in scratch.chosen what the weights are made of.
+// Writes idx, adds to the counts, and puts the chosen logits or scores, from which weights are computed, into
+// scratch.chosen.
 template <typename T, bool kCheck>
 __device__ void select_experts(
     const GateArgs<T>& args, const WarpScratch<acc_t<T>>& scratch, const T* row, int64_t token) {
@@ -184,7 +185,7 @@ __device__ void select_experts(
         __trap();
       }
     }
-    // The lane that holds the expert writes; the others read behind the loop.
+    // The lane that holds the expert writes its value; all lanes read the values after the loop.
     if (lane_id() == (exists ? expert % kWarpSize : 0)) {
       Acc value = from_logits ? -kInfinity<Acc> : Acc(0);
       if (exists) {
@@ -200,7 +201,7 @@ __device__ void select_experts(
   __syncwarp();
 }
 
-// score(chosen) / sum(chosen) in place, softmax for logits; the sum is left out where a score is its own weight.
+// Turns chosen scores into weights in place: the softmax of logits, or scores divided by their sum if `by_sum` is set.
 template <typename Acc>
 __device__ Acc normalize_chosen(Acc* chosen, int top_k, bool softmax, bool by_sum) {
   Acc top = -kInfinity<Acc>, sum = 0;
@@ -216,7 +217,7 @@ __device__ Acc normalize_chosen(Acc* chosen, int top_k, bool softmax, bool by_su
   return !by_sum ? Acc(1) : sum > kTiny<Acc> || sum != sum ? sum : kTiny<Acc>;
 }
 
-// Args: GateArgs or GateWeightsArgs.
+// Writes the weights of a token. Args is GateArgs or GateWeightsArgs.
 template <typename T, typename Args>
 __device__ void write_weights(const Args& args, const WarpScratch<acc_t<T>>& scratch, acc_t<T> factor, int64_t token) {
   using Acc = acc_t<T>;
@@ -248,7 +249,7 @@ __device__ void gate_token(const GateArgs<T>& args, const WarpScratch<acc_t<T>>&
       }
     }
     scratch.score_sum[e] += scratch.score[e] * factor;
-    // A logit of -inf stays out of reach of any bias.
+    // A logit of -inf keeps the key -inf, so that no bias can make such an expert eligible.
     scratch.key[e] = args.bias != nullptr && x > -kInfinity<Acc> ? scratch.score[e] * unit + args.bias[e] : x;
   }
   if (options.top_groups < options.num_groups) {
@@ -267,7 +268,7 @@ __device__ __forceinline__ void clear_sums(const WarpScratch<Acc>& scratch, int 
   }
 }
 
-// The sums and counts of a block's warps, added in order. Every thread of the block calls it.
+// Adds the sums and counts of a block's warps, in order. Every thread of the block must call it.
 template <typename Acc>
 __device__ void write_partials(
     unsigned char* shared, const GateOptions& options, int64_t bytes_per_warp, Acc* partial_sums, int* partial_counts) {
@@ -287,7 +288,7 @@ __device__ void write_partials(
   }
 }
 
-// Also partial_sums and partial_counts [blocks, E].
+// Also writes partial_sums and partial_counts [blocks, E], for add_partials_kernel.
 template <typename T, bool kCheck>
 __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) topk_gate_kernel(
     GateArgs<T> args, int64_t num_tokens, int64_t bytes_per_warp, acc_t<T>* partial_sums, int* partial_counts) {
@@ -309,7 +310,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) topk_gate_ke
   write_partials<Acc>(shared, options, bytes_per_warp, partial_sums, partial_counts);
 }
 
-// score_sum [E] and counts [E] from those of the blocks. One warp per expert.
+// Adds the partial sums and counts of all blocks to score_sum [E] and counts [E]. Launched with one warp per expert.
 template <typename Acc>
 __global__ void add_partials_kernel(
     const Acc* __restrict__ partial_sums, const int* __restrict__ partial_counts, int num_blocks, int num_experts,
@@ -328,7 +329,7 @@ __global__ void add_partials_kernel(
   }
 }
 
-// True if the warp's token has an expert; the same in every lane.
+// True if the token has an expert. All lanes get the same result.
 __device__ __forceinline__ bool has_choice(const int64_t* idx, int64_t top_k) {
   bool any = false;
   for (int64_t k = lane_id(); k < top_k; k += kWarpSize) {
@@ -337,8 +338,8 @@ __device__ __forceinline__ bool has_choice(const int64_t* idx, int64_t top_k) {
   return __any_sync(kFullMask, any) != 0;
 }
 
-// chosen [K] = scale q f'/f (g - <q, g>), the gradient through weights q that are scores of the chosen experts
-// divided by their sum; scores that are weights as they are have no sum to go through.
+// Sets chosen [K] = scale q f'/f (g - <q, g>), the gradient through weights q that are scores divided by their sum over
+// the chosen experts. For weights that are not renormalised, the term <q, g> is absent.
 template <typename T>
 __device__ void weights_backward(
     const GateGradArgs<T>& args, acc_t<T>* chosen, const T* row, const int64_t* idx, const acc_t<T>* grad) {
@@ -363,8 +364,9 @@ __device__ void weights_backward(
   }
 }
 
-// key [E] = p f'/f (g - <p, g>), the gradient through the normalised scores p, with f'/f = 1 for the softmax and g
-// that of score_sum. Where the weights are probabilities, `chosen` becomes their own term, a part of <p, g>.
+// Sets key [E] = p f'/f (g - <p, g>), the gradient through the normalised scores p, with f'/f = 1 for the softmax. g is
+// the gradient of score_sum. If the weights are probabilities, their gradients are part of <p, g>, and `chosen` becomes
+// their separate term.
 template <typename T>
 __device__ void scores_backward(
     const GateGradArgs<T>& args, const WarpScratch<acc_t<T>>& scratch, const T* row, const int64_t* idx,
@@ -379,7 +381,7 @@ __device__ void scores_backward(
     mean += scratch.score[e] * factor * g[e];
   }
   if (grad_of_probabilities != nullptr) {
-    // The scores belong to other lanes.
+    // The scores read below were written by other lanes.
     __syncwarp();
     for (int k = lane_id(); k < options.top_k; k += kWarpSize) {
       const Acc p = idx[k] < 0 ? Acc(0) : scratch.score[idx[k]] * factor;
@@ -428,7 +430,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
             __trap();
           }
         }
-        // The lane that holds the expert adds, in order: a given choice may name an expert twice.
+        // The lane that holds the expert adds, in order of k, because a given choice may name an expert twice.
         if (idx[k] >= 0 && idx[k] < num_experts && idx[k] % kWarpSize == lane_id()) {
           scratch.key[idx[k]] += scratch.chosen[k];
         }
@@ -441,13 +443,13 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
   }
 }
 
-// Bytes of the blocks' partial sums and counts.
+// Bytes of the partial sums and counts of all blocks.
 template <typename Acc>
 int64_t gate_workspace_bytes(const GatePlan& plan, int64_t num_experts) {
   return plan.num_blocks * num_experts * static_cast<int64_t>(sizeof(Acc) + sizeof(int));
 }
 
-// A kernel that leaves partials in the workspace, and the one that adds them.
+// Launches a kernel that writes partial sums and counts to the workspace, and the kernel that adds them.
 template <typename T, typename Args>
 void launch_gate_kernel(
     void (*kernel)(Args, int64_t, int64_t, acc_t<T>*, int*), const Args& args, int64_t num_tokens, const GatePlan& plan,

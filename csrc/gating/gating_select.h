@@ -1,4 +1,4 @@
-// Selection by insertion into a sorted list, for the loops of gates, compiled once per instruction set.
+// Top-k selection for the loops of gates, by insertion into a sorted list. Compiled once per instruction set.
 #pragma once
 
 #include "gating/gating_tile.h"
@@ -6,8 +6,9 @@
 namespace moe_ext::gating::MOE_ISA {
 namespace {
 
-// The K largest keys of each lane, descending, the earlier expert first in a tie; -1 where there are fewer than K above
-// -inf. An expert enters the sorted list before the first smaller key, and what is behind moves on by one.
+// Writes the K largest keys of each lane and their experts, descending; ties go to the lower expert. Missing experts
+// are -1 if fewer than K keys are above -inf. An expert is inserted before the first smaller key, and later entries
+// move by one.
 template <typename Acc, int64_t kTopK>
 void select_fixed(Acc* list, Int<Acc>* idx, const Acc* keys, int64_t num_experts) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
@@ -37,7 +38,7 @@ void select_fixed(Acc* list, Int<Acc>* idx, const Acc* keys, int64_t num_experts
   }
 }
 
-// The same for any K, the list in memory.
+// Does the same for any K, with the list in memory instead of registers.
 template <typename Acc>
 void select_any(Acc* list, Int<Acc>* idx, const Acc* keys, int64_t num_experts, int64_t top_k) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
@@ -48,7 +49,7 @@ void select_any(Acc* list, Int<Acc>* idx, const Acc* keys, int64_t num_experts, 
   for (int64_t e = 0; e < num_experts; ++e) {
     const Vec<Acc> v = load(keys + e * kLanes);
     const IntVec<Acc> self = IntVec<Acc>{} + static_cast<Int<Acc>>(e);
-    // No more than e + 1 places are filled.
+    // At most e + 1 places of the list are filled.
     for (int64_t k = e < top_k ? e : top_k - 1; k >= 0; --k) {
       const Vec<Acc> old = load(list + k * kLanes);
       const IntVec<Acc> here = v > old;

@@ -1,12 +1,12 @@
-// Loops of the gate, compiled once per instruction set, a tile of tokens at a time (gating_tile.h).
+// Loops of the gate, compiled once per instruction set. They work on one tile of tokens at a time (gating_tile.h).
 // Forward: transpose in, maximum, exp, sum, score_sum, group limit, top-k by insertion into a sorted list, weights,
-// write out. Backward: the same scores again, the gradient of each expert, the chosen experts' own part, transpose out.
+// write out. Backward: recompute the scores, gradient through scores, gradient through weights, transpose out.
 #include "gating/gating_select.h"
 
 namespace moe_ext::gating::MOE_ISA {
 namespace {
 
-// key = score + bias; a logit of -inf stays out of reach of any bias.
+// Sets key = score + bias, or -inf for a logit of -inf, so that no bias can make such an expert eligible.
 template <typename Acc>
 MOE_INLINE void bias_scores(const Tile<Acc>& tile, Vec<Acc> factor, const Acc* bias, int64_t n) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
@@ -17,8 +17,8 @@ MOE_INLINE void bias_scores(const Tile<Acc>& tile, Vec<Acc> factor, const Acc* b
   }
 }
 
-// Keys outside the top_groups best groups become -inf. A group's score is the sum of its group_terms largest keys,
-// those of -inf left out.
+// Sets the keys of all but the top_groups best groups to -inf. The score of a group is the sum of its group_terms
+// largest keys, without keys of -inf.
 template <typename Acc>
 MOE_INLINE void limit_groups(const Tile<Acc>& tile, Acc* keys, const GateOptions& options) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
@@ -69,7 +69,7 @@ MOE_INLINE void write_tile(
   }
 }
 
-// The first real token of the tile with a logit that is NaN or +inf, or with fewer than K experts to choose, or -1.
+// Returns the first real token of the tile that has a logit of NaN or +inf or fewer than K eligible experts, or -1.
 template <typename Acc>
 MOE_INLINE int64_t refused(const Acc* active, IntVec<Acc> finite, const Int<Acc>* last_idx, int64_t first) {
   for (int64_t lane = 0; lane < Lanes<Acc>::kCount; ++lane) {
@@ -90,7 +90,8 @@ MOE_INLINE Acc reduce_lanes(Acc* lanes) {
   return lanes[0];
 }
 
-// Sixteen sums whatever the width of a vector: the same order for each instruction set.
+// Adds scores to sixteen sums per expert, whatever the width of a vector, so that every instruction set adds in the
+// same order.
 template <typename Acc>
 MOE_INLINE void add_scores(const Tile<Acc>& tile, Acc* sums, Vec<Acc> factor, int64_t num_experts) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
@@ -147,7 +148,7 @@ MOE_INLINE bool has_choice(const int64_t* idx, int64_t top_k) {
   return highest >= 0;
 }
 
-// Sign bits of the choices of a tile: of one outside of [-1, n), and of one that is -1.
+// Flags about the choices of a tile: `outside` is negative if one is outside of [-1, n), `none` if one is negative.
 struct Choices {
   int64_t outside = 0;
   int64_t none = 0;
@@ -156,7 +157,8 @@ struct Choices {
 MOE_INLINE Choices look_at(const int64_t* idx, int64_t count, int64_t n) {
   Choices found;
   for (int64_t i = 0; i < count; ++i) {
-    // A number may be so large that one term wraps around: the other one is negative then.
+    // The sign bit is set if either term is negative. If a huge index makes one term wrap around, the other is
+    // negative.
     const uint64_t choice = static_cast<uint64_t>(idx[i]);
     found.outside |= static_cast<int64_t>((choice + 1) | (static_cast<uint64_t>(n - 1) - choice));
     found.none |= idx[i];
@@ -172,13 +174,14 @@ MOE_INLINE int64_t first_outside(const int64_t* idx, int64_t top_k, int64_t n) {
   return i / top_k;
 }
 
-// A choice of -1 stands for expert 0, to which it brings a gradient of zero.
+// Maps a choice of -1 to expert 0, to which a gradient of zero is then added.
 MOE_INLINE int64_t expert_of(int64_t choice) {
   return choice < 0 ? 0 : choice;
 }
 
-// tile.chosen and tile.list: the logits of the chosen experts and the gradients of their weights. A choice of -1 has
-// the logit -inf, hence no weight, and a gradient of zero. Lanes from `tokens` on hold numbers that nobody reads.
+// Loads the logits of the chosen experts into tile.chosen, and the gradients of their weights into tile.list. A choice
+// of -1 gets the logit -inf, hence no weight, and a zero gradient. Lanes from `tokens` on hold garbage, which is not
+// read.
 template <typename T, typename Acc>
 MOE_INLINE void load_chosen(
     const Tile<Acc>& tile, const GateGradArgs<T>& args, int64_t first, int64_t tokens, bool has_none) {
@@ -204,9 +207,9 @@ MOE_INLINE void load_chosen(
   }
 }
 
-// tile.key = p f'/f (g - <p, g>), the gradient through the normalised scores p, with f'/f = 1 for the softmax and
-// g the gradient of score_sum, which is the same for every token. Where the weights are probabilities, theirs are part
-// of <p, g>, and tile.chosen becomes their own term, of the choices idx [tokens, K].
+// Sets tile.key = p f'/f (g - <p, g>), the gradient through the normalised scores p, with f'/f = 1 for the softmax. g
+// is the gradient of score_sum, equal for all tokens. If the weights are probabilities (`of_weights`), their gradients
+// are part of <p, g>, and tile.chosen becomes the separate term of the choices idx [tokens, K].
 template <typename Acc>
 MOE_INLINE void scores_backward(
     const Tile<Acc>& tile, Vec<Acc> factor, const Acc* grad_score_sum, bool of_weights, const int64_t* idx,
@@ -240,8 +243,9 @@ MOE_INLINE void scores_backward(
   });
 }
 
-// tile.chosen, from the chosen logits: scale q f'/f (g - <q, g>), the gradient through weights q that are scores of
-// the chosen experts divided by their sum; scores that are weights as they are have no sum to go through.
+// Replaces the chosen logits in tile.chosen by scale q f'/f (g - <q, g>), the gradient through weights q that are
+// scores divided by their sum over the chosen experts. For weights that are not renormalised, the term <q, g> is
+// absent.
 template <typename Acc>
 MOE_INLINE void weights_backward(const Tile<Acc>& tile, const GateOptions& options) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
@@ -324,7 +328,7 @@ int64_t gate_backward(const GateGradArgs<T>& args, int64_t begin, int64_t end, A
   return -1;
 }
 
-// Weights and counts of a tile whose choice is given. Returns the first token that is refused, or -1.
+// Writes the weights and adds the counts of a tile with a given choice. Returns the first refused token, or -1.
 template <typename T, typename Acc>
 MOE_INLINE int64_t write_given(
     const Tile<Acc>& tile, const Acc* active, IntVec<Acc> finite, const GateWeightsArgs<T>& args, int64_t first,
@@ -339,7 +343,7 @@ MOE_INLINE int64_t write_given(
     for (int64_t k = 0; k < top_k; ++k) {
       const Acc weight = tile.chosen[k * kLanes + lane];
       const int64_t expert = active[lane] != 0 ? tile.idx[k * kLanes + lane] : -1;
-      // A weight above or below zero is that of a logit above -inf, and spares a look at it.
+      // A non-zero weight implies a logit above -inf, so only other weights need a read of the logit.
       const bool is_number = weight > 0 || weight < 0;
       if (!is_number && expert >= 0 && tile.x[expert * kLanes + lane] == -kInfinity<Acc>) {
         return first + lane;
@@ -351,7 +355,7 @@ MOE_INLINE int64_t write_given(
   return -1;
 }
 
-// The gate with its choice given: scores, sums and weights, no selection.
+// The gate for a given choice: scores, sums and weights, without selection.
 template <typename T, typename Acc>
 int64_t weigh(
     const GateWeightsArgs<T>& args, int64_t begin, int64_t end, Acc* score_sum, int64_t* counts, Acc* scratch) {
@@ -395,7 +399,7 @@ MOE_INLINE double log_acc(double x) {
   return __builtin_log(x);
 }
 
-// tile.score = exp(x - max), and lse = log sum exp(x); returns 1 / sum.
+// Computes tile.score = exp(x - max) and lse = log sum exp(x). Returns 1 / sum.
 template <typename Acc>
 MOE_INLINE Vec<Acc> logsumexp(const Tile<Acc>& tile, Acc* lse, int64_t n) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
@@ -404,7 +408,8 @@ MOE_INLINE Vec<Acc> logsumexp(const Tile<Acc>& tile, Acc* lse, int64_t n) {
   const Vec<Acc> sum = column_sum(tile.score, n);
   for (int64_t lane = 0; lane < kLanes; ++lane) {
     lse[lane] = top[lane] + log_acc(sum[lane]);
-    // Rows of -inf, or with +inf: the difference of two infinities made a NaN of what is infinite.
+    // If all logits are -inf, or one is +inf, x - max was NaN, although the result is infinite (NaN only for a NaN
+    // logit).
     if (top[lane] == kInfinity<Acc> || top[lane] == -kInfinity<Acc>) {
       lse[lane] = top[lane];
       for (int64_t e = 0; e < n; ++e) {

@@ -10,7 +10,7 @@ namespace moe_ext::gating {
 
 enum class ScoreFn { kSoftmax, kTopkSoftmax, kSigmoid, kSqrtSoftplus };
 
-// True for a score that looks at one logit alone.
+// True if the score of an expert depends on no other logit than its own.
 constexpr bool is_pointwise(ScoreFn fn) {
   return fn == ScoreFn::kSigmoid || fn == ScoreFn::kSqrtSoftplus;
 }
@@ -23,17 +23,17 @@ struct GateOptions {
   ScoreFn score_fn;
   bool renormalize;
   double scale;
-  int64_t group_terms = 1; // largest keys of a group that make its score
+  int64_t group_terms = 1; // number of largest keys whose sum is the score of a group
 
-  // Softmax divided by its sum over the chosen experts is the softmax of their logits, which cannot underflow to 0 / 0.
+  // True if weights are the softmax of the chosen logits. Renormalised softmax equals it, without underflow to 0 / 0.
   constexpr bool softmax_of_chosen() const {
     return score_fn == ScoreFn::kTopkSoftmax || (score_fn == ScoreFn::kSoftmax && renormalize);
   }
-  // True if the keys are scores without a bias too: a sum of logits is no score of a group.
+  // True if keys of a group are added. Keys are then scores even without a bias, because a sum of logits is no score.
   constexpr bool sums_groups() const {
     return group_terms > 1 && top_groups < num_groups;
   }
-  // Places for the best keys of a token, or of a group.
+  // Size of a list that holds the best keys of a token, or of a group.
   constexpr int64_t list_size() const {
     return top_k > group_terms ? top_k : group_terms;
   }
@@ -52,7 +52,7 @@ struct GateArgs {
 template <typename T>
 struct GateWeightsArgs {
   const T* logits;    // [T, E]
-  const int64_t* idx; // [T, K] the given choice, -1 for none
+  const int64_t* idx; // [T, K], the given choice; -1 means none
   acc_t<T>* weights;  // [T, K]
   GateOptions options;
 };
@@ -74,16 +74,16 @@ struct ZLossArgs {
   int64_t num_experts;
 };
 
-// Each works on the tokens [begin, end), with scratch_size elements of scratch.
+// Loops over the tokens [begin, end). `scratch` has scratch_size(options) elements.
 template <typename T>
 struct GateKernels {
   using Acc = acc_t<T>;
-  // Writes weights and idx, sets score_sum [E] and adds to counts [E]. Returns the first token that is refused, or -1.
+  // Writes weights and idx, sets score_sum [E] and adds to counts [E]. Returns the first refused token, or -1.
   int64_t (*gate)(const GateArgs<T>& args, int64_t begin, int64_t end, Acc* score_sum, int64_t* counts, Acc* scratch);
-  // The same with idx given and within [-1, E); a choice of a logit of -inf is refused too.
+  // Does the same for a given idx, which must be within [-1, E). Also refuses a chosen expert with a logit of -inf.
   int64_t (*weigh)(
       const GateWeightsArgs<T>& args, int64_t begin, int64_t end, Acc* score_sum, int64_t* counts, Acc* scratch);
-  // Returns the first token with an index outside of [-1, E), behind which nothing is written, or -1.
+  // Returns the first token with an index outside of [-1, E), from which on nothing is written, or -1.
   int64_t (*gate_backward)(const GateGradArgs<T>& args, int64_t begin, int64_t end, Acc* scratch);
   // sum_t (log sum_e exp(logits[t][e]))^2
   double (*z_loss)(const ZLossArgs<T>& args, int64_t begin, int64_t end, Acc* scratch);
@@ -97,7 +97,7 @@ namespace {
 
 constexpr int64_t kMaxLanes = 16;
 
-// Elements of scratch, the slack to align it included.
+// Elements of scratch memory, including slack to align it.
 MOE_INLINE int64_t scratch_size(const GateOptions& options) {
   return kMaxLanes * (6 * options.num_experts + options.top_k + 2 * options.list_size() + 2 * options.num_groups +
                       2 * options.top_groups + 1);

@@ -1,6 +1,6 @@
-// A tile of tokens for the loops of gates, compiled once per instruction set (*_simd.cpp): one token a lane,
-// [rows, lanes] with as many lanes as a vector has. A step then goes down the experts with whole vectors: none reduces
-// across lanes, and no number of experts leaves a tail.
+// A tile of tokens for the loops of gates, compiled once per instruction set (*_simd.cpp). Each lane of a vector holds
+// one token; arrays are [rows, lanes]. A loop over experts then works on whole vectors: it never reduces across lanes,
+// and no number of experts leaves a tail.
 #pragma once
 
 #include "common/simd.h"
@@ -38,7 +38,7 @@ using Int = typename Lanes<Acc>::Int;
 
 template <typename Acc>
 constexpr Acc kInfinity = static_cast<Acc>(__builtin_inf());
-// The smallest normal number: a smaller denominator is replaced by it.
+// The smallest normal number. It replaces smaller denominators.
 template <typename Acc>
 constexpr Acc kTiny = sizeof(Acc) == 8 ? static_cast<Acc>(0x1p-1022) : static_cast<Acc>(0x1p-126);
 
@@ -76,15 +76,15 @@ MOE_INLINE Vec<Acc> max(Vec<Acc> a, Vec<Acc> b) {
   return a > b ? a : b;
 }
 
-// The parts of a scratch of scratch_size(options) elements.
+// The arrays of a tile, in scratch memory of scratch_size(options) elements.
 template <typename Acc>
 struct Tile {
   Acc* x;              // [E] logits
   Acc* score;          // [E] exp(x - max), or sigmoid(x)
-  Acc* key;            // [E] what selection compares where there is a bias; gradients
+  Acc* key;            // [E] keys of the selection if they are not the logits; gradients in the backward pass
   Acc* score_sum;      // [E, 16] sums of the block
   Acc* rows;           // [lanes, E] logits or gradients in Acc, before or after the transposition
-  Acc* idle_row;       // [E] stands in for the row of a lane without a real token
+  Acc* idle_row;       // [E] row for lanes without a real token
   Acc* chosen;         // [K] logits or scores of the chosen experts, then their weights
   Acc* list;           // [K] keys of the chosen experts, descending; gradients of the weights
   Int<Acc>* idx;       // [K] the chosen experts
@@ -117,11 +117,11 @@ struct Tile {
   }
 };
 
-// A vector of all lanes, as rows of four numbers.
+// A vector of all lanes, viewed as quads of four numbers.
 using Quads = Vec<float>;
 
 #if defined(__AVX512F__)
-// Four numbers of each of rows[0], rows[4], rows[8] and rows[12].
+// Loads four numbers of each of rows[0], rows[4], rows[8] and rows[12].
 MOE_INLINE Quads load_quads(const float* const* rows, int64_t e) {
   __m512 r = _mm512_castps128_ps512(_mm_loadu_ps(rows[0] + e));
   r = _mm512_insertf32x4(r, _mm_loadu_ps(rows[4] + e), 1);
@@ -146,7 +146,7 @@ MOE_INLINE void transpose_quads(Quads& r0, Quads& r1, Quads& r2, Quads& r3) {
   r3 = _mm512_shuffle_ps(c, d, 0xEE);
 }
 #elif defined(__AVX2__)
-// Four numbers of each of rows[0] and rows[4].
+// Loads four numbers of each of rows[0] and rows[4].
 MOE_INLINE Quads load_quads(const float* const* rows, int64_t e) {
   return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(rows[0] + e)), _mm_loadu_ps(rows[4] + e), 1);
 }
@@ -166,7 +166,8 @@ MOE_INLINE void transpose_quads(Quads& r0, Quads& r1, Quads& r2, Quads& r3) {
   r3 = _mm256_shuffle_ps(c, d, 0xEE);
 }
 #else
-// Elements of a (0 to 3) and b (4 to 7). GCC before 12 has no __builtin_shufflevector, and Clang has no other.
+// Selects four elements of a (0 to 3) and b (4 to 7). GCC before 12 has no __builtin_shufflevector, and Clang has no
+// __builtin_shuffle.
 template <int kFirst, int kSecond, int kThird, int kFourth>
 MOE_INLINE Quads shuffle(Quads a, Quads b) {
 #if defined(__clang__)
@@ -195,8 +196,8 @@ MOE_INLINE void transpose_quads(Quads& r0, Quads& r1, Quads& r2, Quads& r3) {
 }
 #endif
 
-// tile[e][lane] = rows[lane][e], or the other way round. Four experts at a time: vector i is row i of each four rows
-// before the transposition, and expert e + i of all lanes after it.
+// Sets tile[e][lane] = rows[lane][e], or the inverse. Works on four experts at a time: before the transposition vector
+// i holds row i of each four rows, afterwards expert e + i of all lanes.
 template <bool kIntoTile, typename Acc, typename Row>
 MOE_INLINE void transpose(Acc* tile, Row* const* rows, int64_t num_experts) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
@@ -240,8 +241,8 @@ MOE_INLINE void fill(Acc* to, Acc value, int64_t n) {
   }
 }
 
-// Asks for the rows of the next tile, which may lie past the end: a tile of 64 experts is a page, and past a page the
-// processor does not look ahead by itself.
+// Prefetches the rows of the next tile, which may lie past the end. A tile of 64 experts fills a page, and the hardware
+// prefetcher stops at the end of a page.
 template <typename T, typename Acc = acc_t<T>>
 MOE_INLINE void ask_for_next_tile(const T* rows, int64_t first, int64_t n) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
@@ -251,7 +252,8 @@ MOE_INLINE void ask_for_next_tile(const T* rows, int64_t first, int64_t n) {
   }
 }
 
-// tile.x from the logits of the tokens from `first`. A lane that is not active has zeros: its logits are not looked at.
+// Loads the logits of the tokens from `first` on into tile.x. A lane that is not active gets zeros; its logits are not
+// read.
 template <typename T, typename Acc>
 MOE_INLINE void load_tile(const Tile<Acc>& tile, const Acc* active, const T* logits, int64_t first, int64_t n) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
@@ -274,8 +276,8 @@ MOE_INLINE void load_tile(const Tile<Acc>& tile, const Acc* active, const T* log
   transpose<true>(tile.x, rows, n);
 }
 
-// The memory where each lane's row of grad is made: in place, if it is of the type of the arithmetic; a lane that is
-// not active writes to tile.idle_row.
+// Chooses where each lane computes its row of `grad`: in `grad` itself if T is Acc, otherwise in the tile. A lane that
+// is not active writes to tile.idle_row.
 template <typename T, typename Acc>
 MOE_INLINE void rows_of(Acc** rows, T* grad, const Tile<Acc>& tile, const Acc* active, int64_t first, int64_t n) {
   for (int64_t lane = 0; lane < Lanes<Acc>::kCount; ++lane) {
@@ -289,7 +291,7 @@ MOE_INLINE void rows_of(Acc** rows, T* grad, const Tile<Acc>& tile, const Acc* a
   }
 }
 
-// The rows of the tokens [first, end) of grad from those made; zeros for a lane that is not active.
+// Converts the rows from `rows_of` to the rows of the tokens [first, end) of grad. Lanes that are not active get zeros.
 template <typename T, typename Acc>
 MOE_INLINE void finish_rows(T* grad, Acc* const* rows, const Acc* active, int64_t first, int64_t end, int64_t n) {
   for (int64_t lane = 0; lane < Lanes<Acc>::kCount && first + lane < end; ++lane) {
@@ -305,7 +307,7 @@ MOE_INLINE void finish_rows(T* grad, Acc* const* rows, const Acc* active, int64_
   }
 }
 
-// The rows of the tokens [first, end) of grad from `values`; zeros for a lane that is not active.
+// Writes the columns `values` to the rows of the tokens [first, end) of grad. Lanes that are not active get zeros.
 template <typename T, typename Acc>
 MOE_INLINE void store_tile(
     T* grad, Acc* values, const Tile<Acc>& tile, const Acc* active, int64_t first, int64_t end, int64_t n) {
@@ -315,7 +317,7 @@ MOE_INLINE void store_tile(
   finish_rows(grad, rows, active, first, end, n);
 }
 
-// active[lane] = 1 for a real token, else 0.
+// Sets active[lane] to 1 for a real token, otherwise to 0.
 template <typename Acc>
 MOE_INLINE void load_mask(Acc* active, const bool* token_mask, int64_t first, int64_t end) {
   for (int64_t lane = 0; lane < Lanes<Acc>::kCount; ++lane) {
@@ -323,7 +325,8 @@ MOE_INLINE void load_mask(Acc* active, const bool* token_mask, int64_t first, in
   }
 }
 
-// Two chains here and below, since a step waits for the one before it. A NaN behind the first row is passed over.
+// Maximum over experts. Here and below, two accumulators halve the chain of dependent operations. A NaN after the first
+// row is ignored.
 template <typename Acc>
 MOE_INLINE Vec<Acc> column_max(const Acc* x, int64_t n) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
@@ -349,7 +352,7 @@ MOE_INLINE Vec<Acc> column_sum(const Acc* x, int64_t n) {
   return (e < n ? even + load(x + e * kLanes) : even) + odd;
 }
 
-// out = exp(x - shift); in place if out is x.
+// Computes out = exp(x - shift). `out` may be x.
 template <typename Acc>
 MOE_INLINE void column_exp(Acc* out, const Acc* x, Vec<Acc> shift, int64_t n) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
@@ -378,7 +381,7 @@ MOE_INLINE void column_scores(Acc* out, const Acc* x, int64_t n) {
   }
 }
 
-// out = f(x) of a score function that looks at one logit alone; in place if out is x.
+// Computes out = f(x) for a pointwise score function. `out` may be x.
 template <typename Acc>
 MOE_INLINE void column_scores(ScoreFn fn, Acc* out, const Acc* x, int64_t n) {
   if (fn == ScoreFn::kSigmoid) {
@@ -388,7 +391,8 @@ MOE_INLINE void column_scores(ScoreFn fn, Acc* out, const Acc* x, int64_t n) {
   }
 }
 
-// Calls a loop with the function of scores that is f'(x) / f(x): a loop for each, since they differ much in cost.
+// Calls loop(slope), where slope(scores) is f'(x) / f(x). Each score function gets its own instance of the loop,
+// because slopes differ much in cost.
 template <typename Acc, typename Loop>
 MOE_INLINE void with_slope(ScoreFn fn, Loop loop) {
   if (fn == ScoreFn::kSqrtSoftplus) {
@@ -407,7 +411,8 @@ MOE_INLINE void with_slope(ScoreFn fn, Loop loop) {
   }
 }
 
-// Fills score, and returns the factor that makes each lane's scores sum to one, zero in a lane that is not active.
+// Fills tile.score and sets `finite`. Returns the factor by which the scores of a lane sum to one; 0 in a lane that is
+// not active.
 template <typename Acc>
 MOE_INLINE Vec<Acc> compute_scores(
     const Tile<Acc>& tile, ScoreFn fn, int64_t num_experts, const Acc* active, IntVec<Acc>& finite) {
@@ -418,13 +423,13 @@ MOE_INLINE Vec<Acc> compute_scores(
     column_exp(tile.score, tile.x, top, num_experts);
   }
   const Vec<Acc> sum = column_sum(tile.score, num_experts);
-  // A NaN that the maximum passes over makes the sum NaN.
+  // The maximum ignores NaN, but the sum does not.
   finite = (top < kInfinity<Acc>)&(sum == sum);
   return load(active) / max<Acc>(broadcast(kTiny<Acc>), sum);
 }
 
-// tile.chosen: the weights of the chosen experts; `sorted` says that tile.list holds their logits, the largest first. A
-// choice of -1 weighs nothing.
+// Computes the weights of the chosen experts in tile.chosen. `sorted` tells that tile.list holds their logits in
+// descending order. A choice of -1 gets weight 0.
 template <typename Acc>
 MOE_INLINE void compute_weights(const Tile<Acc>& tile, Vec<Acc> factor, bool sorted, const GateOptions& options) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;

@@ -1,5 +1,5 @@
-// The router losses. z-loss: one warp a token, a block adds the squares of its tokens in double, and one block adds the
-// blocks in order. The balance loss is a sum over experts: one block.
+// The router losses. z-loss: one warp per token; each block adds the squares of its tokens in double, and a last block
+// adds the partial sums in order. Balance loss: one block adds over experts.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,7 +14,7 @@ namespace moe_ext::gating {
 constexpr int kLossThreads = 256;
 constexpr int kLossWarps = kLossThreads / kWarpSize;
 
-// The sum over the block, in every thread.
+// Sum over the block, returned in every thread.
 __device__ __forceinline__ double block_sum(double value) {
   double total = 0;
   block_exclusive_scan<kLossThreads>(value, total);
@@ -37,7 +37,8 @@ struct LogSumExp {
   Acc inverse; // 1 / sum of exp(x - top)
 };
 
-// Rows of -inf, or with +inf, have that for their sum; a NaN makes it NaN.
+// Computes log sum exp of a row. The result is -inf for a row of -inf, +inf for a row with +inf, and NaN for one with
+// NaN.
 template <typename T>
 __device__ LogSumExp<acc_t<T>> logsumexp(const T* row, int num_experts) {
   using Acc = acc_t<T>;
@@ -65,7 +66,7 @@ __device__ __forceinline__ bool is_real(const ZLossArgs<T>& args, int64_t token)
   return args.token_mask == nullptr || args.token_mask[token];
 }
 
-// partials [blocks, 2]: sum of squares, and real tokens.
+// Writes to partials [blocks, 2] the sum of squares and the number of real tokens.
 template <typename T>
 __global__ void __launch_bounds__(kLossThreads)
     router_z_loss_kernel(ZLossArgs<T> args, int64_t num_tokens, double* partials) {
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(kLossThreads)
   }
 }
 
-// mean = sum / count, 0 where there is no token. One block.
+// Computes mean = sum / count, or 0 without real tokens. Launched with one block.
 template <typename Acc>
 __global__ void mean_kernel(const double* partials, int num_blocks, Acc* mean) {
   double sum = 0, count = 0;
@@ -100,7 +101,7 @@ __global__ void mean_kernel(const double* partials, int num_blocks, Acc* mean) {
   }
 }
 
-// factor = 2 grad / real tokens. One block.
+// Computes factor = 2 grad / number of real tokens. Launched with one block.
 template <typename Acc>
 __global__ void z_loss_factor_kernel(const Acc* grad, const bool* token_mask, int64_t num_tokens, double* factor) {
   double count = token_mask == nullptr && threadIdx.x == 0 ? static_cast<double>(num_tokens) : 0;
@@ -113,7 +114,7 @@ __global__ void z_loss_factor_kernel(const Acc* grad, const bool* token_mask, in
   }
 }
 
-// grad[t][e] = factor * log sum exp(logits[t]) * softmax(logits[t])[e]
+// Computes grad[t][e] = factor * log sum exp(logits[t]) * softmax(logits[t])[e].
 template <typename T>
 __global__ void __launch_bounds__(kLossThreads)
     router_z_loss_backward_kernel(ZLossArgs<T> args, int64_t num_tokens, const double* factor, T* grad) {
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(kLossThreads)
   }
 }
 
-// d loss / d score_sum[e] = slope * counts[e]: with N = sum of counts = T K, E f P = E (c / N) (S K / N).
+// Slope in d loss / d score_sum[e] = slope * counts[e]. With N = sum of counts = T K, E f P = E (c / N) (S K / N).
 template <typename Index>
 __device__ double balance_slope(const Index* counts, int num_experts, int64_t top_k) {
   double total = 0;
@@ -177,7 +178,7 @@ inline int64_t z_loss_blocks(int64_t num_tokens) {
   return persistent_grid(ceil_div(num_tokens, kLossWarps), kLossThreads, device_properties()).x;
 }
 
-// partials: 2 z_loss_blocks(num_tokens) doubles.
+// Launches the z-loss. `partials` is scratch memory for 2 z_loss_blocks(num_tokens) doubles.
 template <typename T>
 void launch_router_z_loss(
     const ZLossArgs<T>& args, int64_t num_tokens, double* partials, acc_t<T>* loss, cudaStream_t stream) {

@@ -1,4 +1,4 @@
-// Scores that look at one logit alone, and their slopes, for loops and kernels. Internal linkage, as simd.h.
+// Pointwise score functions and their slopes, for loops and kernels. Internal linkage, for the reason in simd.h.
 #pragma once
 
 #include "common/philox.h"
@@ -7,7 +7,8 @@
 namespace moe_ext::gating {
 namespace {
 
-// log(1 + exp(x)) with small relative error in the lower tail too: the quotient takes back the rounding of 1 + e.
+// log(1 + exp(x)). The factor e / (u - 1) undoes the rounding of u = 1 + e, so that the relative error stays small for
+// large negative x.
 template <typename Acc>
 MOE_INLINE Acc softplus(Acc x) {
   const Acc e = exp_acc(x < 0 ? x : -x);
@@ -29,7 +30,7 @@ MOE_INLINE float sqrt_of(float x) {
   return sqrt_acc(x);
 }
 
-// sqrt(softplus(x)). Far below zero that is exp(x / 2) to the last place, and the exponential of x would underflow.
+// sqrt(softplus(x)). Far below zero it equals exp(x / 2) to the last place, whereas exp(x) would underflow.
 template <typename Acc>
 MOE_INLINE Acc sqrt_softplus(Acc x) {
   constexpr Acc kTail = sizeof(Acc) == 8 ? Acc(-37) : Acc(-17);
@@ -38,17 +39,17 @@ MOE_INLINE Acc sqrt_softplus(Acc x) {
   return x < kTail ? tail : root;
 }
 
-// f(x) of a score function that is no softmax.
+// Score f(x) for a pointwise score function.
 template <typename Acc>
 MOE_INLINE Acc pointwise_score(ScoreFn fn, Acc x) {
   return fn == ScoreFn::kSigmoid ? sigmoid_acc(x) : sqrt_softplus(x);
 }
 
-// f'(x) / f(x) for s = f(x) = sqrt(log(1 + exp(x))): (1 - exp(-t)) / 2t with t = s^2, as its series near 0, where the
-// difference cancels.
+// f'(x) / f(x) for s = f(x) = sqrt(log(1 + exp(x))), which is (1 - exp(-t)) / 2t with t = s^2. Near t = 0, where the
+// difference cancels, a series replaces it.
 template <typename Acc>
 MOE_INLINE Acc sqrt_softplus_slope(Acc s) {
-  constexpr int kTerms = sizeof(Acc) == 8 ? 15 : 8; // 0.5^n / (n + 1)! is below the last place behind them
+  constexpr int kTerms = sizeof(Acc) == 8 ? 15 : 8; // further terms, 0.5^n / (n + 1)!, are below the last place
   const Acc t = s * s;
   const Acc near = t < Acc(0.5) ? t : Acc(0.5), far = t < Acc(0.5) ? Acc(0.5) : t;
   Acc series = 1;
@@ -58,7 +59,7 @@ MOE_INLINE Acc sqrt_softplus_slope(Acc s) {
   return Acc(0.5) * (t < Acc(0.5) ? series : (Acc(1) - exp_acc(-far)) / far);
 }
 
-// f'(x) / f(x) from s = f(x); 1 for the softmax, whose sum brings the rest.
+// f'(x) / f(x) as a function of s = f(x). For the softmax the factor is 1, because the callers subtract the mean.
 template <typename Acc>
 MOE_INLINE Acc score_slope(ScoreFn fn, Acc s) {
   return fn == ScoreFn::kSigmoid ? Acc(1) - s : fn == ScoreFn::kSqrtSoftplus ? sqrt_softplus_slope(s) : Acc(1);

@@ -1,7 +1,6 @@
-// The gate with its choice given (gating_kernels.cuh without the selection): one warp a token, scores of all experts in
-// shared memory, sums and counts of the warp, weights of the given experts. The lanes' scores meet at one __syncwarp.
-// Nothing is refused here: an index outside of [0, E) weighs nothing, and with kCheck one below -1 or above E - 1
-// traps.
+// The gate for a given choice: gating_kernels.cuh without the selection. One warp per token computes the scores of all
+// experts in shared memory, sums and counts, and the weights of the given experts. No token is refused: an index
+// outside of [0, E) gets weight 0, and with kCheck an index below -1 or above E - 1 traps.
 #pragma once
 
 #include "gating/gating_kernels.cuh"
@@ -24,7 +23,7 @@ __device__ void weigh_token(const GateWeightsArgs<T>& args, const WarpScratch<ac
     }
     scratch.score_sum[e] += scratch.score[e] * factor;
   }
-  // The scores belong to other lanes.
+  // The scores read below were written by other lanes.
   __syncwarp();
   const bool from_logits = options.softmax_of_chosen();
   for (int k = lane_id(); k < options.top_k; k += kWarpSize) {
@@ -37,7 +36,7 @@ __device__ void weigh_token(const GateWeightsArgs<T>& args, const WarpScratch<ac
     Acc value = from_logits ? -kInfinity<Acc> : Acc(0);
     if (exists) {
       value = from_logits ? widen(row[idx[k]]) : scratch.score[idx[k]];
-      // Counts are whole numbers: the order does not matter, and an index that is there twice stays defined.
+      // Two lanes may add to one count if the choice names an expert twice. Integers are exact in any order.
       atomicAdd(&scratch.count[idx[k]], 1);
     }
     scratch.chosen[k] = value;
@@ -46,7 +45,7 @@ __device__ void weigh_token(const GateWeightsArgs<T>& args, const WarpScratch<ac
   __syncwarp();
 }
 
-// Also partial_sums and partial_counts [blocks, E].
+// Also writes partial_sums and partial_counts [blocks, E], for add_partials_kernel.
 template <typename T, bool kCheck>
 __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) gate_weights_kernel(
     GateWeightsArgs<T> args, int64_t num_tokens, int64_t bytes_per_warp, acc_t<T>* partial_sums, int* partial_counts) {
