@@ -74,7 +74,7 @@ void check_scale(const char* op, double scale) {
   MOE_CHECK(std::isfinite(scale), op, ": expected scale to be finite, got ", scale);
 }
 
-// A gradient of weights [T, K] or of a statistic [E], where there is one.
+// Checks an optional gradient of the weights [T, K] or of a statistic [E].
 void check_grad(
     const char* op, const char* name, const std::optional<Tensor>& grad, const char* as_name, const Tensor& logits,
     int64_t top_k) {

@@ -9,7 +9,7 @@
 
 namespace moe_ext::noisy_gating {
 
-// Each checks everything that needs no look at the data.
+// Each function checks all arguments, except for the values of elements.
 void check_routing_uniform(
     const Tensor& rng_state, // [4]
     int64_t num_tokens, int64_t num_columns, int64_t stream,

@@ -1,6 +1,5 @@
-// CPU side of the random numbers and of the noisy gates.
-// Tokens are cut into blocks of a fixed size; a block sums by itself and the blocks are added in order, so the bits do
-// not depend on the number of threads.
+// Random numbers and noisy gates on CPU. Tokens are cut into blocks of a fixed size. Each block is summed alone, and
+// the blocks are added in order, so the bits do not depend on the number of threads.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -53,8 +52,8 @@ int64_t scratch_size(const NoisyOptions& options) {
   return 2 * scratch_size(options.num_experts, options.num_ranked());
 }
 
-// sums [S][E] and counts [C][E] over the blocks of tokens; f(begin, end, sums, counts, scratch) handles one and returns
-// the first token that it refuses, or -1. Returns the first of all, or num_tokens.
+// Computes sums [S][E] and counts [C][E] over the blocks of tokens. f(begin, end, sums, counts, scratch) handles a
+// block and returns its first refused token, or -1. Returns the first refused token of all, or num_tokens.
 template <typename Acc, typename F>
 int64_t sum_over_blocks(
     int64_t num_tokens, int64_t num_experts, int64_t scratch_size, const std::vector<Tensor>& sums,
@@ -90,7 +89,7 @@ int64_t sum_over_blocks(
   return num_tokens;
 }
 
-// Says why a gate refused a token: a clean logit, a noise logit, or too few to choose from.
+// Raises the error that says why a gate refused a token: a clean logit, a noise logit, or too few eligible experts.
 template <typename T>
 [[noreturn]] void refuse(
     const char* op, const char* name, const T* logits, const T* noise, int64_t num_experts, int64_t top_k,
@@ -203,7 +202,7 @@ Tensor gshard_gate_backward_cpu(
   return grad;
 }
 
-// Without noise the load is what was chosen.
+// Without noise, the load of an expert is the number of times that it was chosen.
 template <typename Acc>
 void count_as_load(const Tensor& counts, const Tensor& load) {
   for (int64_t e = 0; e < load.size(0); ++e) {

@@ -1,4 +1,5 @@
-// CUDA side of the random numbers and of the noisy gates: allocates and launches; never waits for the device.
+// Random numbers and noisy gates on CUDA: allocation and launches on the current stream. The host never waits for the
+// device.
 #include <tuple>
 
 #include "common/dispatch.h"

@@ -1,8 +1,7 @@
-// The noisy gates: one warp a token, lane l holds the
-// experts l, l + 32, ... in shared memory. Ranking by rounds of the warp's best key, as topk_gate. A warp keeps its own
-// sums and counts; a block adds those of its warps, and a second kernel adds the blocks, each in a fixed order. A
-// backward pass draws and ranks again. Nothing is refused here: a choice that does not exist becomes -1 with weight 0,
-// and with kCheck it traps.
+// The noisy gates, one warp per token. Lane l holds the experts l, l + 32, ... in shared memory. Experts are ranked by
+// rounds of the warp's best key, as in topk_gate. Sums and counts are added by warp, by block, and by a second kernel
+// over blocks, each in a fixed order. A backward pass draws and ranks again. No token is refused: a missing choice
+// becomes -1 with weight 0, or traps with kCheck.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,7 +14,7 @@
 
 namespace moe_ext::noisy_gating {
 
-// scratch.score = exp(x - max) of the keys; returns 1 / sum.
+// Computes scratch.score = exp(x - max) of the keys. Returns 1 / sum.
 template <typename Acc>
 __device__ Acc softmax_of_keys(const NoisyScratch<Acc>& scratch, int num_experts) {
   Acc top = -kInfinity<Acc>, sum = 0;
@@ -30,7 +29,7 @@ __device__ Acc softmax_of_keys(const NoisyScratch<Acc>& scratch, int num_experts
   return Acc(1) / warp_sum(sum);
 }
 
-// exp(second - first) of the two best logits, 0 where there is no second.
+// exp(second - first) of the two best logits, or 0 without a second expert.
 template <typename Acc>
 __device__ __forceinline__ Acc second_ratio(const NoisyScratch<Acc>& scratch) {
   return scratch.ranked[1] < 0 ? Acc(0) : exp_acc(scratch.list[1] - scratch.list[0]);
@@ -132,7 +131,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
   }
 }
 
-// Deviations, normals and the ranking of h = clean + normal * deviation; `chosen` marks the K best.
+// Computes deviations, normals and the ranking of h = clean + normal * deviation, and marks the K best in `chosen`.
 template <typename T, bool kCheck>
 __device__ void rank_noisy(
     const T* clean, const T* noise, const NoisyOptions& options, const RngSource& rng,
@@ -169,7 +168,7 @@ __device__ void rank_noisy(
   __syncwarp();
 }
 
-// Turns the K best keys into their softmax, in place of scratch.list; the thresholds are what it holds before.
+// Thresholds of the load, read from scratch.list. They must be read before scratch.list is replaced by its softmax.
 template <typename Acc>
 struct Thresholds {
   Acc of_chosen; // h of rank K + 1
@@ -244,7 +243,8 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
   write_partials(shared, n, args.options.num_ranked(), bytes_per_warp, partials);
 }
 
-// Adds the slope of one ranked h = clean + normal * deviation; scratch.key holds the gradients of the deviations.
+// Adds a gradient `slope` of the h = clean + normal * deviation of one rank. scratch.key holds the gradients of the
+// deviations.
 template <typename Acc>
 __device__ __forceinline__ void add_to_h(const NoisyScratch<Acc>& scratch, int rank, Acc slope, bool noisy) {
   const int expert = scratch.ranked[rank];
@@ -254,7 +254,7 @@ __device__ __forceinline__ void add_to_h(const NoisyScratch<Acc>& scratch, int r
   }
 }
 
-// Load: through the clean logit, the deviation, and the h of the threshold.
+// Adds the gradient through the load: by the clean logit, the deviation, and the h at the threshold.
 template <typename T>
 __device__ void load_backward(
     const NoisyGradArgs<T>& args, const NoisyScratch<acc_t<T>>& scratch, const Thresholds<acc_t<T>>& thresholds,
@@ -284,7 +284,7 @@ __device__ void load_backward(
   __syncwarp();
 }
 
-// Weights and importance: scale q (g - <q, g>), q the softmax of the chosen h.
+// Adds the gradient through weights and importance: scale q (g - <q, g>), where q is the softmax of the chosen h.
 template <typename T>
 __device__ void gates_backward(const NoisyGradArgs<T>& args, const NoisyScratch<acc_t<T>>& scratch, int64_t token) {
   using Acc = acc_t<T>;

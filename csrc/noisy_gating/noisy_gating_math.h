@@ -1,4 +1,4 @@
-// Maths of the noisy gate that loops and kernels share. Internal linkage, as simd.h.
+// Maths of the noisy gate that loops and kernels share. Internal linkage, for the reason in simd.h.
 #pragma once
 
 #include "activation/activation_math.h"
@@ -7,10 +7,10 @@
 namespace moe_ext::noisy_gating {
 namespace {
 
-// Beyond, the normal density is zero in double; the product of an infinite z with it would be NaN.
+// Bound of |z|. Beyond it the normal density is zero in double, and its product with an infinite z would be NaN.
 constexpr int kMostDeviations = 40;
 
-// (x - threshold) / deviation within +-kMostDeviations.
+// (x - threshold) / deviation, clamped to +-kMostDeviations.
 template <typename Acc>
 MOE_INLINE Acc standardize(Acc x, Acc threshold, Acc deviation) {
   const Acc z = (x - threshold) / deviation;
@@ -18,7 +18,8 @@ MOE_INLINE Acc standardize(Acc x, Acc threshold, Acc deviation) {
   return above > Acc(kMostDeviations) ? Acc(kMostDeviations) : above;
 }
 
-// Smallest deviation: that of a noise logit far below zero is flushed to zero, and is divided by.
+// Smallest deviation. Without it, the deviation of a noise logit far below zero would be flushed to zero, and logits
+// are divided by deviations.
 template <typename Acc>
 constexpr Acc kLeastDeviation = sizeof(Acc) == 8 ? static_cast<Acc>(0x1p-511) : static_cast<Acc>(0x1p-63);
 

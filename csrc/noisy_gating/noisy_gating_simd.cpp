@@ -1,5 +1,6 @@
-// Loops of the noisy gates, compiled once per instruction set, a tile of tokens at a time (gating_tile.h).
-// Each gate sums what its losses need per block of tokens; a backward pass draws the noise again and keeps none.
+// Loops of the noisy gates, compiled once per instruction set. They work on one tile of tokens at a time
+// (gating_tile.h). Each gate computes the statistics for its losses per block of tokens. A backward pass draws the
+// noise again, so that no noise is saved.
 #include "gating/gating_select.h"
 #include "noisy_gating/noisy_gating_math.h"
 #include "noisy_gating/noisy_gating_tables.h"
@@ -11,7 +12,7 @@ using namespace moe_ext::gating::MOE_ISA;
 using gating::GateOptions;
 using gating::kMaxLanes;
 
-// Columns that are drawn at once.
+// Columns that are drawn in one batch.
 constexpr int64_t kDraws = 64;
 
 MOE_INLINE void draw_uniforms(float* out, const TokenDraws& draws, int64_t column) {
@@ -28,7 +29,7 @@ void uniform(float* out, int64_t num_columns, Stream stream, RngSource rng, int6
   for (int64_t t = begin; t < end; ++t) {
     const TokenDraws draws = token_draws(rng, stream, t);
     for (int64_t c = 0; c < num_columns; c += kDraws) {
-      // A row of few columns must not pay for a whole batch of draws.
+      // A row of few columns draws four numbers instead of a whole batch.
       const int64_t count = num_columns - c < kDraws ? num_columns - c : kDraws;
       if (count > 4) {
         draw_uniforms(drawn, draws, c);
@@ -73,7 +74,8 @@ MOE_INLINE void clear(Acc* sums, int64_t size) {
   }
 }
 
-// Sixteen sums an expert whatever the width of a vector, added here: the same order for each instruction set.
+// Adds the sixteen sums of each expert. Their number does not depend on the width of a vector, so that every
+// instruction set adds in the same order.
 template <typename Acc>
 MOE_INLINE void add_lanes(Acc* out, const Acc* sums, int64_t num_experts) {
   for (int64_t e = 0; e < num_experts; ++e) {
@@ -88,7 +90,7 @@ MOE_INLINE void add_lanes(Acc* out, const Acc* sums, int64_t num_experts) {
   }
 }
 
-// The first real token of the tile that has a logit out of range or no choice of that rank, or -1.
+// Returns the first real token of the tile with a logit out of range or no expert in `last_idx`, or -1.
 template <typename Acc>
 MOE_INLINE int64_t first_refused(const Acc* active, IntVec<Acc> good, const Int<Acc>* last_idx, int64_t first) {
   for (int64_t lane = 0; lane < Lanes<Acc>::kCount; ++lane) {
@@ -106,7 +108,7 @@ MOE_INLINE void exp_lanes(Acc* x) {
   }
 }
 
-// GShard: p = softmax(x), and the weights of the two largest, which are the softmax of their logits.
+// GShard gate: p = softmax(x); the weights of the two largest are the softmax of their logits.
 template <typename T, typename Acc>
 int64_t gshard(const GShardArgs<T>& args, int64_t begin, int64_t end, Acc* sums, int64_t* counts, Acc* scratch) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
@@ -157,7 +159,7 @@ int64_t gshard(const GShardArgs<T>& args, int64_t begin, int64_t end, Acc* sums,
   return -1;
 }
 
-// A dropped second choice is found again: its logit is part of the first one's weight.
+// The backward pass ranks again to find a dropped second choice, whose logit is part of the first choice's weight.
 template <typename T, typename Acc>
 void gshard_backward(const GShardGradArgs<T>& args, int64_t begin, int64_t end, Acc* scratch) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
@@ -187,7 +189,7 @@ void gshard_backward(const GShardGradArgs<T>& args, int64_t begin, int64_t end, 
     store(ratio, load(tile.list + kLanes) - load(tile.list));
     exp_lanes(ratio);
     for (int64_t lane = 0; args.grad_weights != nullptr && lane < kLanes; ++lane) {
-      // A logit that the forward pass would have refused may have left nothing to choose.
+      // With logits that the forward pass would have refused there may be no second expert.
       if (active[lane] != 0 && tile.idx[kLanes + lane] >= 0) {
         const int64_t t = first + lane;
         const Acc denominator = 1 + ratio[lane];
@@ -206,7 +208,7 @@ template <typename T, typename Acc>
 struct NoisyTile {
   static constexpr int64_t kLanes = Lanes<Acc>::kCount;
   NoisyOptions options;
-  Tile<Acc> clean; // x: clean logits; key: h; list, idx: the ranked ones
+  Tile<Acc> clean; // x: clean logits; key: h; list, idx: ranked h and their experts
   Tile<Acc> noise; // x: noise logits; score: deviations; key: normals
 
   NoisyTile(Acc* scratch, const NoisyOptions& o)
@@ -217,7 +219,7 @@ struct NoisyTile {
             tile_options(o.num_experts, o.num_ranked())) {
   }
 
-  // Lanes whose logits are all in range.
+  // Loads a tile, draws its noise and ranks h. Returns a mask of the lanes whose logits are all in range.
   MOE_INLINE IntVec<Acc> load_and_rank(
       const Acc* active, const T* clean_logits, const T* noise_logits, const RngSource& rng, int64_t first) {
     const int64_t n = options.num_experts;
@@ -249,7 +251,7 @@ struct NoisyTile {
     return good;
   }
 
-  // clean.score = 1 at the chosen experts.
+  // Sets clean.score to 1 for chosen experts and to 0 for the others.
   MOE_INLINE void mark_chosen() {
     clear(clean.score, options.num_experts * kLanes);
     for (int64_t i = 0; i < options.top_k * kLanes; ++i) {
@@ -259,7 +261,7 @@ struct NoisyTile {
     }
   }
 
-  // Eq. 9: the h to beat for expert e, that of rank K + 1 for a chosen one and of rank K for the others.
+  // Eq. 9: the h that expert e must exceed to be chosen: that of rank K + 1 for a chosen expert, of rank K otherwise.
   MOE_INLINE Vec<Acc> threshold(int64_t e) const {
     const Vec<Acc> next =
         options.top_k < options.num_experts ? load(clean.list + options.top_k * kLanes) : broadcast(-kInfinity<Acc>);
@@ -272,7 +274,7 @@ struct NoisyTile {
     uint32_t c1[kLanes], c3[kLanes];
     TokenDraws draws = {};
     for (int64_t lane = 0; lane < kLanes; ++lane) {
-      // The token of an idle lane may lie beyond the last.
+      // The token of an idle lane may lie beyond the last one, so such a lane draws for token 0.
       draws = token_draws(rng, Stream::kNoise, active[lane] != 0 ? first + lane : 0);
       c1[lane] = draws.c1;
       c3[lane] = draws.c3;
@@ -352,7 +354,7 @@ int64_t noisy(const NoisyArgs<T>& args, int64_t begin, int64_t end, Acc* sums, i
   return -1;
 }
 
-// The gradient of h, of the deviations and of the clean logits, as columns of a tile.
+// Gradients of the clean logits and of the deviations for a tile.
 template <typename T, typename Acc>
 struct NoisyGradient {
   static constexpr int64_t kLanes = Lanes<Acc>::kCount;
@@ -360,7 +362,7 @@ struct NoisyGradient {
   Acc* clean;     // [E]
   Acc* deviation; // [E]
 
-  // Adds the slope of one ranked h = clean + normal * deviation.
+  // Adds a gradient `slope` of the h = clean + normal * deviation of one rank.
   MOE_INLINE void add_to_h(int64_t rank, int64_t lane, Acc slope, bool noisy) {
     const int64_t expert = tile.clean.idx[rank * kLanes + lane];
     if (expert >= 0) {
@@ -369,7 +371,7 @@ struct NoisyGradient {
     }
   }
 
-  // Weights and importance: scale q (g - <q, g>), q the softmax of the chosen h.
+  // Adds the gradient through weights and importance: scale q (g - <q, g>), where q is the softmax of the chosen h.
   MOE_INLINE void of_gates(const NoisyGradArgs<T>& args, const Acc* active, int64_t first) {
     const int64_t top_k = tile.options.top_k;
     const Acc scale = static_cast<Acc>(tile.options.scale);
@@ -394,7 +396,7 @@ struct NoisyGradient {
     }
   }
 
-  // Load: through the clean logit, the deviation, and the h of the threshold.
+  // Adds the gradient through the load: by the clean logit, the deviation, and the h at the threshold.
   MOE_INLINE void of_load(const Acc* grad_load, const Acc* active) {
     const int64_t n = tile.options.num_experts, top_k = tile.options.top_k;
     Vec<Acc> of_next{}, of_last{};

@@ -45,7 +45,7 @@ struct NoisyOptions {
   double noise_epsilon; // added to softplus(noise logit)
   double scale;
 
-  // Choices that are ranked: one more than are taken, where there is one.
+  // Number of ranked experts: one more than are chosen, if there are more.
   constexpr int64_t num_ranked() const {
     return top_k < num_experts ? top_k + 1 : top_k;
   }
@@ -68,7 +68,7 @@ struct NoisyGradArgs {
   T* grad_noise;                   // [T, E], or null
   const T* clean;                  // [T, E]
   const T* noise;                  // [T, E], or null
-  const int64_t* idx;              // [T, K]; a token whose first is -1 was masked
+  const int64_t* idx;              // [T, K]; if the first is -1, the token was masked
   const acc_t<T>* grad_weights;    // [T, K], or null for zeros
   const acc_t<T>* grad_importance; // [E], or null for zeros
   const acc_t<T>* grad_load;       // [E], or null for zeros
@@ -76,22 +76,22 @@ struct NoisyGradArgs {
   RngSource rng;
 };
 
-// Each works on the tokens [begin, end). `sums` and `counts` are one row of E after another, set for these tokens
-// alone. The gates return the first token that they refuse, or -1.
+// Loops over the tokens [begin, end). `sums` and `counts` hold one or two rows [E] and are overwritten with the results
+// of these tokens. The gates return the first refused token, or -1.
 template <typename T>
 struct NoisyKernels {
   using Acc = acc_t<T>;
   void (*jitter)(const JitterArgs<T>& args, int64_t begin, int64_t end);
-  // sums: score_sum. counts: choices, first choices.
+  // Rows of sums: score_sum. Rows of counts: choices, first choices.
   int64_t (*gshard)(const GShardArgs<T>& args, int64_t begin, int64_t end, Acc* sums, int64_t* counts, Acc* scratch);
   void (*gshard_backward)(const GShardGradArgs<T>& args, int64_t begin, int64_t end, Acc* scratch);
-  // sums: importance, load (left zero where there is no noise). counts: choices.
+  // Rows of sums: importance, load (zeros without noise). Rows of counts: choices.
   int64_t (*noisy)(const NoisyArgs<T>& args, int64_t begin, int64_t end, Acc* sums, int64_t* counts, Acc* scratch);
   void (*noisy_backward)(const NoisyGradArgs<T>& args, int64_t begin, int64_t end, Acc* scratch);
 };
 
 struct Kernels : PerDtype<NoisyKernels> {
-  // out [T, C]
+  // Draws the uniforms of the tokens [begin, end) into out [T, C].
   void (*uniform)(float* out, int64_t num_columns, Stream stream, RngSource rng, int64_t begin, int64_t end);
 };
 

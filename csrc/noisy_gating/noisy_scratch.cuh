@@ -1,4 +1,4 @@
-// Shared by the kernels of the noisy gates: a warp's shared memory, ranking, and the sums over blocks.
+// Helpers of the kernels of the noisy gates: the shared memory of a warp, ranking, and sums over blocks.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,17 +20,17 @@ using gating::lane_best;
 using gating::token_stride;
 using gating::widen;
 
-// One warp's part of shared memory; the widest type comes first.
+// Part of shared memory of one warp. The widest type comes first, for alignment.
 template <typename Acc>
 struct NoisyScratch {
-  Acc* key;    // [E] what selection compares
+  Acc* key;    // [E] keys of the ranking; gradients of the deviations in the backward pass
   Acc* score;  // [E] exp(x - max), or deviations
   Acc* normal; // [E] normals, or gradients
   Acc* grad;   // [E] gradients of the clean logits
   Acc* sums;   // [2, E]
   Acc* list;   // [ranked] keys of the ranked experts, descending
-  int* ranked; // [ranked] the experts, -1 where there is none
-  int* chosen; // [E] whether an expert is among the K best
+  int* ranked; // [ranked] the experts; -1 for none
+  int* chosen; // [E] non-zero for the K best experts
   int* counts; // [2, E]
 
   static int64_t bytes(int64_t num_experts, int64_t num_ranked) {
@@ -54,7 +54,7 @@ struct NoisyScratch {
   }
 };
 
-// num_warps 0: the device has not the shared memory for that many experts.
+// Plans the launch. `num_warps` is 0 if the device has too little shared memory for so many experts.
 template <typename Acc>
 GatePlan plan_noisy(int64_t num_tokens, int64_t num_experts, int64_t num_ranked, const DeviceProperties& device) {
   const int64_t bytes = NoisyScratch<Acc>::bytes(num_experts, num_ranked);
@@ -67,7 +67,7 @@ GatePlan plan_noisy(int64_t num_tokens, int64_t num_experts, int64_t num_ranked,
   return {warps, bytes, persistent_grid(ceil_div(num_tokens, warps), warps * kWarpSize, device).x};
 }
 
-// Sums [blocks, 2, E] and counts [blocks, 2, E] of the blocks.
+// Partial sums [blocks, 2, E] and counts [blocks, 2, E].
 template <typename Acc>
 struct Partials {
   Acc* sums;
@@ -101,7 +101,7 @@ __device__ void write_partials(
   }
 }
 
-// Results of one expert each, where they are wanted: [E].
+// Results [E]; null pointers for those that are not wanted.
 template <typename Acc>
 struct Totals {
   Acc* sums[2];
@@ -109,7 +109,7 @@ struct Totals {
   bool first_count_as_second_sum;
 };
 
-// One warp per expert.
+// Adds the partial results of all blocks, in order. Launched with one warp per expert.
 template <typename Acc>
 __global__ void add_totals_kernel(Partials<Acc> partials, int num_blocks, int num_experts, Totals<Acc> totals) {
   const int expert = static_cast<int>(blockIdx.x);
@@ -133,7 +133,7 @@ __global__ void add_totals_kernel(Partials<Acc> partials, int num_blocks, int nu
   }
 }
 
-// The `num_ranked` largest of scratch.key into list and ranked; ranked keys become -inf.
+// Writes the `num_ranked` largest keys to scratch.list and their experts to scratch.ranked. Ranked keys become -inf.
 template <typename Acc, bool kCheck>
 __device__ void rank_experts(const NoisyScratch<Acc>& scratch, int num_experts, int num_ranked, int num_needed) {
   Candidate<Acc> mine = lane_best(scratch.key, num_experts);
@@ -168,7 +168,7 @@ __device__ __forceinline__ acc_t<T> checked_logit(T logit) {
   return x;
 }
 
-// Bytes of the blocks' partial sums and counts.
+// Bytes of the partial sums and counts of all blocks.
 template <typename Acc>
 int64_t noisy_workspace_bytes(const GatePlan& plan, int64_t num_experts) {
   return plan.num_blocks * 2 * num_experts * static_cast<int64_t>(sizeof(Acc) + sizeof(int));

@@ -1,4 +1,4 @@
-// Uniforms and jitter: one thread draws four columns.
+// Uniforms and jitter. Each thread draws four columns.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,7 +20,7 @@ __device__ __forceinline__ int64_t group_stride() {
   return int64_t{gridDim.x} * kDrawThreads;
 }
 
-// out [T, C]
+// Writes uniforms to out [T, C].
 __global__ void __launch_bounds__(kDrawThreads) routing_uniform_kernel(
     float* __restrict__ out, int64_t num_tokens, int64_t num_columns, Stream stream, RngSource rng) {
   const int64_t groups = ceil_div(num_columns, int64_t{4});

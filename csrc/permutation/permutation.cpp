@@ -23,7 +23,7 @@ MOE_EXT_SCHEMAS(m) {
   m.def("_gather_tokens(Tensor x, Tensor slot_of_row, SymInt top_k) -> Tensor");
 }
 
-constexpr int64_t kMostAlign = 65536; // every expert may get that many rows of zeros
+constexpr int64_t kMostAlign = 65536; // bounds the memory: every expert may get almost so many rows of zeros
 
 IndexOptions check_permute_tokens(
     const Tensor& x, const Tensor& topk_idx, int64_t num_experts, const std::optional<Tensor>& topk_weights,

@@ -11,12 +11,12 @@ namespace moe_ext::permutation {
 
 struct IndexOptions {
   int64_t num_experts;
-  int64_t capacity; // rows an expert keeps; INT64_MAX when dropless
+  int64_t capacity; // most rows of an expert; INT64_MAX when dropless
   bool drop_by_score;
-  int64_t align; // each expert's rows are padded to a multiple of this
+  int64_t align; // the rows of each expert are padded to a multiple of this number
 };
 
-// Checks everything that needs no look at the data; returns the options with the defaults filled in.
+// Check all arguments, except for the values of elements, and return the options with defaults filled in.
 IndexOptions check_permute_tokens(
     const Tensor& x,        // [T, D]
     const Tensor& topk_idx, // [T, K]
@@ -24,7 +24,7 @@ IndexOptions check_permute_tokens(
     const std::optional<Tensor>& topk_weights, // [T, K]
     std::optional<int64_t> capacity, const std::string& drop_policy, int64_t align);
 
-// min(T K, E capacity) + E (align - 1): static, so that no backend waits for the counts.
+// min(T K, E capacity) + E (align - 1). The number does not depend on data, so that no backend waits for the counts.
 int64_t num_rows(int64_t num_slots, const IndexOptions& options);
 
 void check_gather_tokens(

@@ -1,7 +1,6 @@
-// CPU side of the permutation.
-// The sort is a stable counting sort: slots are cut into blocks of a fixed size, each block counts its slots per
-// expert, a prefix sum over (expert, block) gives every block its first rank, and each block then places its slots in
-// order. The result is unique, so it does not depend on the number of threads.
+// Permutation on CPU, by a stable counting sort. Slots are cut into blocks of a fixed size, and each block counts its
+// slots per expert. A prefix sum over (expert, block) gives every block its first ranks, and each block then places its
+// slots in order. The stable order is unique, so the result does not depend on the number of threads.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -29,7 +28,7 @@ using torch::stable::parallel_for;
 
 constexpr int64_t kSlotsPerBlock = 4096;
 constexpr int64_t kNone = -1;
-// Distance at which rows are prefetched where the next slot's would come too late.
+// Distance of the prefetch in bytes. For short rows, a prefetch of the next slot's row would come too late.
 constexpr int64_t kPrefetchBytes = 4096;
 
 struct Index {
@@ -40,7 +39,7 @@ struct Index {
   Tensor num_dropped;
 };
 
-// The position of the first index outside [-1, bound), or -1 if there is none.
+// Returns the position of the first index outside of [-1, bound), or -1 if there is none.
 template <typename IndexT>
 int64_t first_out_of_range(const Tensor& index, int64_t bound) {
   const IndexT* idx = data<IndexT>(index);
@@ -66,7 +65,7 @@ void check_table(const char* op, const char* name, const Tensor& table, int64_t 
       " at position ", bad);
 }
 
-// Rank of every slot within its expert, and the totals; returns the totals.
+// Writes the rank of every slot within its expert. Returns the number of slots of each expert.
 template <typename IndexT>
 std::vector<int64_t> rank_slots(const IndexT* idx, int64_t num_slots, int64_t num_experts, int64_t* rank) {
   const int64_t num_blocks = (num_slots + kSlotsPerBlock - 1) / kSlotsPerBlock;
@@ -99,8 +98,7 @@ std::vector<int64_t> rank_slots(const IndexT* idx, int64_t num_slots, int64_t nu
   return totals;
 }
 
-// Re-ranks the slots of each overfull expert so that those with the `capacity` largest weights keep a row, in slot
-// order.
+// Changes the ranks of each overfull expert, so that its `capacity` slots of largest weight keep a row, in slot order.
 template <typename IndexT, typename Weight>
 void rank_by_score(
     const IndexT* idx, const Weight* weights, const std::vector<int64_t>& totals, int64_t num_slots, int64_t capacity,
@@ -144,7 +142,7 @@ Index new_index(const Tensor& topk_idx, const IndexOptions& options) {
       long_tensor({options.num_experts}), long_tensor({})};
 }
 
-// Rows from ranks: expert e owns rows [offsets[e], offsets[e + 1]), its kept slots first and padding behind them.
+// Computes rows from ranks. Expert e owns rows [offsets[e], offsets[e + 1]): first its kept slots, then padding.
 template <typename IndexT>
 void place_slots(
     const IndexT* idx, const std::vector<int64_t>& totals, const IndexOptions& options, const Index& index) {
@@ -191,7 +189,7 @@ Index build_index(const Tensor& topk_idx, const std::optional<Tensor>& topk_weig
   return index;
 }
 
-// Rows of a result, written by copies of bytes or past the caches.
+// Writes rows of a result, by memcpy or by stores that bypass the caches.
 class RowWriter {
  public:
   explicit RowWriter(const Tensor& out)
@@ -216,7 +214,7 @@ class RowWriter {
   void zero(int64_t row) const {
     std::memset(base_ + row * row_bytes_, 0, row_bytes_);
   }
-  // Calls f(begin, end) for ranges of [0, size) on several threads, each of which ends its stores.
+  // Calls f(begin, end) for ranges of [0, size) on several threads. Each thread ends its streaming stores.
   template <typename F>
   void parallel(int64_t size, int64_t bytes_per_item, const F& f) const {
     parallel_for(0, size, grain_size(bytes_per_item), [&](int64_t begin, int64_t end) {
@@ -233,7 +231,7 @@ class RowWriter {
   bool past_caches_;
 };
 
-// Zeros in the rows that no slot owns.
+// Writes zeros to the rows without a slot.
 void zero_free_rows(const RowWriter& out, const int64_t* slot_of_row, const int64_t* row_of_slot, int64_t num_rows) {
   out.parallel(num_rows, sizeof(int64_t), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
@@ -244,8 +242,8 @@ void zero_free_rows(const RowWriter& out, const int64_t* slot_of_row, const int6
   });
 }
 
-// Each token to the rows of its slots: it is read once, where a gather by rows would read it again for each choice. Any
-// dtype: rows are bytes.
+// Copies each token to the rows of its slots. A token is read once, whereas a gather by rows would read it once for
+// each choice. Works for any dtype, because rows are copied as bytes.
 Tensor scatter_tokens(const Tensor& x, const Index& index, int64_t top_k) {
   const Tensor out = new_on_cpu({index.slot_of_row.size(0), x.size(1)}, x.scalar_type());
   const RowWriter rows(out);
@@ -261,7 +259,7 @@ Tensor scatter_tokens(const Tensor& x, const Index& index, int64_t top_k) {
   return out;
 }
 
-// out[r] = x[slot_of_row[r] / top_k], or zeros where the row has no slot.
+// Computes out[r] = x[slot_of_row[r] / top_k], or zeros for a row without a slot.
 Tensor gather_tokens(const Tensor& x, const Tensor& slot_of_row, int64_t top_k) {
   const Tensor out = new_on_cpu({slot_of_row.size(0), x.size(1)}, x.scalar_type());
   const RowWriter rows(out);

@@ -1,4 +1,4 @@
-// CUDA side of the permutation: allocates and launches; never waits for the device.
+// Permutation on CUDA: allocation and launches on the current stream. The host never waits for the device.
 #include <tuple>
 
 #include "common/dispatch.h"

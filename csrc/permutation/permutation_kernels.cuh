@@ -3,9 +3,8 @@
 // (2) A block per expert scans the counts over the segments. (3) One block turns the totals into rows of each expert.
 // (4) Each warp walks over its segment again, 32 slots at a time, and ranks equal experts by lane. With
 // drop_policy "score", (4) sorts all slots and (5) a block per expert selects the largest weights by radix.
-// Few slots without weights take one block, in one launch: it counts, sums and places by itself
-// (place_few_slots_kernel). No step waits for another block and no float is added by an atomic: the result does not
-// depend on the schedule.
+// For few slots without weights, a single block does all steps in one launch (place_few_slots_kernel). No block waits
+// for another and no float is added by an atomic, so the result does not depend on the schedule.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -25,20 +24,21 @@ constexpr int kNumThreads = 256;
 static_assert(kNumThreads == kSelectThreads);
 constexpr int kWarpsPerBlock = kNumThreads / kWarpSize;
 constexpr int64_t kNone = -1;
-// Up to so many slots one block takes less time than four launches.
+// Number of slots up to which a single block takes less time than four launches.
 constexpr int kFewSlots = 8192;
 constexpr int kFewThreads = 1024;
 constexpr int kFewWarps = kFewThreads / kWarpSize;
 
-// Division of the slots among blocks, from the device's properties; the result of the sort does not depend on it.
+// Division of the slots into segments and blocks, by the properties of the device. The result of the sort does not
+// depend on the division.
 struct SortPlan {
   int num_slots;
   int num_experts;
   int num_segments;
   int slots_per_segment;
   int warps_per_block;
-  bool shared_counters; // too many experts for shared memory count in global memory
-  bool few = false;     // slots for one block, and experts whose counters it has the memory for
+  bool shared_counters; // count in shared memory; false if there are too many experts for it
+  bool few = false;     // few enough slots, and counters of experts, for a single block
 
   size_t shared_bytes() const {
     return shared_counters ? sizeof(int) * warps_per_block * num_experts : 0;
@@ -57,7 +57,7 @@ inline size_t few_slots_bytes(int num_experts) {
 
 inline SortPlan plan_sort(int num_slots, int num_experts, const DeviceProperties& device) {
   constexpr int64_t kMinSlots = 256;
-  // The counts of all segments are then no larger than eight times the slots, in 64 bits, themselves.
+  // Bounds the memory for the counts of all segments to about eight times that of the slots in 64 bits.
   constexpr int64_t kMostCountsPerSlot = 16;
   const int64_t max_segments = int64_t{device.num_sms} * 32;
   const int64_t wanted = std::max(ceil_div(int64_t{num_slots}, max_segments), num_experts / kMostCountsPerSlot);
@@ -76,7 +76,7 @@ inline SortPlan plan_sort(int num_slots, int num_experts, const DeviceProperties
   return plan;
 }
 
-// One warp's counters: counter(e) is base[e * stride].
+// Counters of one warp; that of expert e is base[e * stride].
 struct Counters {
   int* base;
   int64_t stride;
@@ -96,8 +96,8 @@ __device__ __forceinline__ Counters warp_counters(int* counts, int segment, cons
   }
 }
 
-// The slot's expert, or -1 if it is not routed. A value outside [-1, E) is a mistake that kCheck traps; without it such
-// a slot counts as not routed, so that no memory is touched on its behalf.
+// Returns the expert of a slot, or -1 if it is not routed. An index outside of [-1, E) traps with kCheck; otherwise
+// such a slot counts as not routed, so that it touches no memory.
 template <bool kCheck, typename IndexT>
 __device__ __forceinline__ int expert_of(const IndexT* idx, int64_t slot, int num_experts) {
   const int64_t expert = idx[slot];
@@ -109,7 +109,7 @@ __device__ __forceinline__ int expert_of(const IndexT* idx, int64_t slot, int nu
   return expert >= 0 && expert < num_experts ? static_cast<int>(expert) : -1;
 }
 
-// Counts the slots from begin to end. Called by a warp.
+// Counts the slots in [begin, end) per expert. Called by a whole warp.
 template <bool kCheck, typename IndexT>
 __device__ __forceinline__ void count_segment(
     const IndexT* idx, int64_t begin, int64_t end, int num_experts, const Counters& counters) {
@@ -125,7 +125,7 @@ __device__ __forceinline__ void count_segment(
   }
 }
 
-// counts [E, num_segments]; also marks every row as one without a slot.
+// Writes counts [E, num_segments], and marks every row as one without a slot.
 template <typename IndexT, bool kShared, bool kCheck>
 __global__ void count_slots_kernel(
     const IndexT* __restrict__ idx, SortPlan plan, int* __restrict__ counts, int64_t* __restrict__ slot_of_row,
@@ -150,7 +150,8 @@ __global__ void count_slots_kernel(
   }
 }
 
-// counts [E, num_segments] to exclusive sums over the segments, totals [E]. One block per expert.
+// Replaces counts [E, num_segments] by exclusive sums over the segments and writes totals [E]. Launched with one block
+// per expert.
 static __global__ void scan_counts_kernel(int* __restrict__ counts, int num_segments, int* __restrict__ totals) {
   int* const of_expert = counts + int64_t{blockIdx.x} * num_segments;
   int carry = 0;
@@ -172,10 +173,10 @@ struct Offsets {
   int64_t* expert_offsets;        // [E + 1]
   int64_t* num_tokens_per_expert; // [E]
   int64_t* num_dropped;           // []
-  int64_t* slot_offsets;          // [E + 1], of all slots before any is dropped; may be null
+  int64_t* slot_offsets;          // [E + 1], offsets of all slots before any is dropped; may be null
 };
 
-// Rows of each expert from totals [E]. Called by a block of so many threads.
+// Computes the offsets of the experts' rows from totals [E]. Called by a whole block of kThreads threads.
 template <int kThreads>
 __device__ __forceinline__ void place_experts(
     const int* totals, int num_experts, int64_t capacity, uint32_t align, const Offsets& out) {
@@ -209,13 +210,14 @@ __device__ __forceinline__ void place_experts(
   }
 }
 
-// One block.
+// Launched with one block.
 static __global__ void place_experts_kernel(
     const int* __restrict__ totals, int num_experts, int64_t capacity, uint32_t align, Offsets out) {
   place_experts<kNumThreads>(totals, num_experts, capacity, align, out);
 }
 
-// Row of every slot from begin to end and slot of every row; ranks from `capacity` on have no row. Called by a warp.
+// Writes the row of every slot in [begin, end), and the slot of that row. Ranks from `capacity` on get no row. Called
+// by a whole warp.
 template <typename IndexT>
 __device__ __forceinline__ void place_segment(
     const IndexT* idx, int64_t begin, int64_t end, int num_experts, const Counters& counters, const int64_t* offsets,
@@ -262,7 +264,8 @@ __global__ void place_slots_kernel(
   place_segment(idx, begin, end, plan.num_experts, counters, offsets, capacity, row_of_slot, slot_of_row);
 }
 
-// Keeps the `capacity` largest weights of an expert, ties to the earlier slot. One block per expert.
+// Keeps the slots of the `capacity` largest weights of an expert, ties to the earlier slot. Launched with one block per
+// expert.
 template <typename Weight, bool kCheck>
 __global__ void __launch_bounds__(kNumThreads) keep_by_score_kernel(
     const Weight* __restrict__ weights, const int64_t* __restrict__ sorted_slots,
@@ -315,7 +318,8 @@ struct Tables {
   Offsets offsets;      // slot_offsets is set by the launcher
 };
 
-// All of the above for few slots, a warp a segment. One block, with a row of counters for each warp and one of totals.
+// Builds the tables for few slots, one segment per warp. Launched with one block, whose shared memory holds a row of
+// counters for each warp, and a row of totals.
 template <typename IndexT, bool kCheck>
 __global__ void __launch_bounds__(kFewThreads) place_few_slots_kernel(
     const IndexT* __restrict__ idx, int num_slots, int num_experts, int64_t capacity, uint32_t align, Tables tables) {
@@ -338,7 +342,7 @@ __global__ void __launch_bounds__(kFewThreads) place_few_slots_kernel(
       count = below;
       below += own;
     }
-    totals[expert] = below; // which this thread reads next
+    totals[expert] = below; // no barrier is needed: place_experts reads it in this thread
   }
   place_experts<kFewThreads>(totals, num_experts, capacity, align, tables.offsets);
   __syncthreads();
@@ -347,7 +351,7 @@ __global__ void __launch_bounds__(kFewThreads) place_few_slots_kernel(
       tables.slot_of_row);
 }
 
-// Bytes that launch_build_tables wants as scratch memory, aligned to 8.
+// Bytes of scratch memory for launch_build_tables; its address must be a multiple of 8.
 inline int64_t tables_workspace_bytes(const SortPlan& plan, bool by_score) {
   const int64_t ints = int64_t{plan.num_experts} * (plan.num_segments + 1);
   const int64_t longs = by_score ? int64_t{plan.num_slots} + plan.num_experts + 1 : 0;
@@ -393,7 +397,7 @@ void launch_build_tables(
       tables.offsets.slot_offsets, tables.offsets.expert_offsets, capacity, tables.row_of_slot, tables.slot_of_row);
 }
 
-// Builds the tables on `stream`; weights are null unless the drop policy is "score".
+// Launches the kernels that build the tables on `stream`. `weights` is null unless the drop policy is "score".
 template <bool kCheck, typename IndexT, typename Weight>
 void launch_build_tables(
     const IndexT* idx,     // [num_slots]

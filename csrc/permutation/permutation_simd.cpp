@@ -1,6 +1,6 @@
 // Loops over one row: plain loops for the vectoriser, compiled once per instruction set.
-// combine keeps a tile of columns in registers while it goes over the top_k rows of a token, so each row is read once
-// and the output written once.
+// combine keeps the sums of a tile of columns in registers while it visits the top_k rows of a token, so that each row
+// is read once and the output is written once.
 #include "common/simd.h"
 #include "common/stream.h"
 #include "permutation/permutation_tables.h"
@@ -8,7 +8,7 @@
 namespace moe_ext::permutation::MOE_ISA {
 namespace {
 
-// Columns of a tile, whose sums fill four registers of AVX-512 and eight of AVX2.
+// Columns of a tile. Their sums fill four registers with AVX-512 and eight with AVX2.
 template <typename Weight>
 constexpr int64_t kTile = 256 / sizeof(Weight);
 
@@ -21,7 +21,7 @@ MOE_INLINE void put(T* out, const T* tile, int64_t width, bool past_caches) {
   }
 }
 
-// Asks for the columns of a row that is wanted next: rows lie too far apart for the processor to foresee them.
+// Prefetches columns of the next row. Rows lie too far apart for the hardware prefetcher.
 template <typename T>
 MOE_INLINE void prefetch(const T* row, int64_t width) {
   constexpr int64_t kLine = kLineBytes / sizeof(T);
@@ -30,7 +30,8 @@ MOE_INLINE void prefetch(const T* row, int64_t width) {
   }
 }
 
-// The values in Weight: in place, or in the buffer. Loops that convert and do more are not vectorised well.
+// Returns the values as Weight: `from` itself, or `buffer` after a conversion. The conversion is a loop of its own,
+// because the compiler does not vectorise loops that convert and compute well.
 template <typename T, typename Weight>
 MOE_INLINE const Weight* widen(const T* from, Weight* buffer, int64_t width) {
   if constexpr (std::is_same_v<T, Weight>) {
@@ -85,7 +86,7 @@ void combine(
   }
 }
 
-// A tile of scale_dot, whose sixteen sums are those of dot in simd.h.
+// A tile of scale_dot. Its sixteen sums are those of `dot` in simd.h, so that the order is the same.
 template <typename T, typename Weight>
 MOE_INLINE void scale_dot_tile(
     T* out, const T* in, const T* row, const T* next_row, Weight weight, Weight* lanes, int64_t width,

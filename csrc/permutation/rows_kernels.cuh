@@ -1,7 +1,7 @@
 // Rows of the permutation: copies to expert order and the weighted sums back, bound by memory.
-// One warp handles one token or row at a time and walks over the rest with a stride; blockIdx.y is the tile of columns.
-// A lane moves 16 bytes an access where the width of a row allows it, else one element. A token is read once however
-// many rows it has. Slots fit into 32 bits: a 64-bit division is a call, and its callers spill registers.
+// A warp handles one token or row at a time, with a stride over the grid; blockIdx.y is the tile of columns. An access
+// is 16 bytes if the width of a row allows it, otherwise one element. A token is read once, whatever its number of
+// rows. Slots are 32-bit numbers, because a 64-bit division is a function call, whose callers spill registers.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,7 +17,7 @@ namespace moe_ext::permutation {
 
 constexpr int kRowThreads = 256;
 constexpr int kRowWarps = kRowThreads / kWarpSize;
-constexpr int kMinBlocks = 4; // of an SM: left to itself ptxas aims at 32 registers and spills
+constexpr int kMinBlocks = 4; // blocks per SM; without this bound ptxas uses 32 registers and spills
 constexpr int kUnroll = 4;    // accesses of a lane in flight
 
 struct WarpRange {
@@ -33,7 +33,7 @@ __device__ __forceinline__ int64_t token_of(int64_t slot, int top_k) {
   return static_cast<uint32_t>(slot) / static_cast<uint32_t>(top_k);
 }
 
-// Traps a table that points outside of [0, bound) and is not -1.
+// With kCheck, traps on a table entry that is neither in [0, bound) nor -1.
 template <bool kCheck>
 __device__ __forceinline__ void check_entry(int64_t entry, int64_t bound) {
   if constexpr (kCheck) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void check_entry(int64_t entry, int64_t bound) {
   }
 }
 
-// Zeroes the rows that no slot fills; a warp looks at 32 rows at a time.
+// Writes zeros to the rows without a slot. A warp checks 32 rows at a time.
 template <typename Access>
 __device__ __forceinline__ void zero_rows_without_slot(
     const int64_t* __restrict__ slot_of_row, int64_t num_rows, int64_t width, Access* __restrict__ out) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void zero_rows_without_slot(
   }
 }
 
-// out[row_of_slot[t K + k]] = x[t] for every k; rows without a slot become zero. `width` counts accesses.
+// Sets out[row_of_slot[t K + k]] = x[t] for every k, and rows without a slot to zero. `width` is in accesses.
 template <typename Access, bool kCheck>
 __global__ void __launch_bounds__(kRowThreads, kMinBlocks) scatter_tokens_kernel(
     const Access* __restrict__ x, const int64_t* __restrict__ row_of_slot, const int64_t* __restrict__ slot_of_row,
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kRowThreads, kMinBlocks) scatter_tokens_kernel
   }
 }
 
-// out[r] = x[slot_of_row[r] / K], or zeros. `width` counts accesses.
+// Sets out[r] = x[slot_of_row[r] / K], or zeros for a row without a slot. `width` is in accesses.
 template <typename Access, bool kCheck>
 __global__ void __launch_bounds__(kRowThreads, kMinBlocks) gather_tokens_kernel(
     const Access* __restrict__ x, const int64_t* __restrict__ slot_of_row, int64_t num_tokens, int64_t num_rows,
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kRowThreads, kMinBlocks) gather_tokens_kernel(
   }
 }
 
-// y[t] = sum_k w[t, k] rows[row_of_slot[t K + k]], summed in the order of k; null weights are ones.
+// Computes y[t] = sum_k w[t, k] rows[row_of_slot[t K + k]], in the order of k. Null weights mean ones.
 template <typename T, int kSize, bool kCheck>
 __global__ void __launch_bounds__(kRowThreads, kMinBlocks) unpermute_tokens_kernel(
     const T* __restrict__ rows, const int64_t* __restrict__ row_of_slot, const acc_t<T>* __restrict__ weights,
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kRowThreads, kMinBlocks) unpermute_tokens_kern
   for (int64_t token = range.first; token < num_tokens; token += range.stride) {
     acc_t<T> sum[kSize] = {};
     for (int first = 0; first < top_k; first += kUnroll) {
-      // All loads of a batch are in flight before the first sum; what has no row adds zero.
+      // All loads of a batch are issued before the first sum. A slot without a row adds zero.
       Vec<T, kSize> values[kUnroll] = {};
       acc_t<T> weight[kUnroll] = {};
 #pragma unroll
@@ -164,8 +164,8 @@ __global__ void __launch_bounds__(kRowThreads, kMinBlocks) unpermute_tokens_kern
   }
 }
 
-// For every slot s with row r: grad_rows[r] = w[s] grad[s / K], grad_weights[s] = <grad[s / K], rows[r]>. One warp per
-// slot, so the slots of a token, which read the same gradient, are neighbours in a block.
+// For every slot s with row r, computes grad_rows[r] = w[s] grad[s / K] and grad_weights[s] = <grad[s / K], rows[r]>. A
+// warp handles a slot, so that the slots of a token, which read the same gradient, are neighbours in a block.
 template <typename T, int kSize, bool kCheck>
 __global__ void __launch_bounds__(kRowThreads, kMinBlocks) unpermute_tokens_backward_kernel(
     const T* __restrict__ grad, const T* __restrict__ rows, const int64_t* __restrict__ slot_of_row,
@@ -201,10 +201,10 @@ __global__ void __launch_bounds__(kRowThreads, kMinBlocks) unpermute_tokens_back
   zero_rows_without_slot(slot_of_row, num_rows, dim / kSize, reinterpret_cast<Access*>(grad_rows));
 }
 
-// A warp for each item and tile of columns, as far as the device holds them by its threads. Registers leave room for
-// half of the blocks. That takes no time: the others start one by one as the first end, each with half the work that it
-// would have in a grid by occupancy, and what is resident has loads enough in flight: 4.3 TB/s for 0.7 us are 23 KiB an
-// SM, and four blocks of eight warps with four accesses of 16 bytes a lane have 64 KiB.
+// Launches a warp for each item and tile of columns, up to the threads that the device holds. Because of registers only
+// half of these blocks are resident, which costs no time: other blocks start when the first ones end, each with half
+// the work that it would have in a grid by occupancy. Resident blocks have enough loads in flight: 4.3 TB/s for 0.7 us
+// are 23 KiB per SM, and four blocks of eight warps with four accesses of 16 bytes per lane have 64 KiB.
 inline Launch row_launch(int64_t num_items, int64_t num_tiles, cudaStream_t stream) {
   const DeviceProperties device = device_properties();
   Dim3 grid = persistent_grid(ceil_div(num_items, kRowWarps), kRowThreads, device);
@@ -214,7 +214,8 @@ inline Launch row_launch(int64_t num_items, int64_t num_tiles, cudaStream_t stre
   return {grid, Dim3(kRowThreads), 0, stream};
 }
 
-// Calls f with the widest access that divides the rows of `row_bytes` at both addresses, and with a row's accesses.
+// Calls f<Access>(width) with the widest access that both addresses and the rows of `row_bytes` allow. `width` is the
+// number of accesses per row.
 template <typename F>
 void with_access(const void* from, const void* to, int64_t row_bytes, int64_t element_bytes, F&& f) {
   if (rows_are_aligned(row_bytes, from, to)) {
@@ -230,7 +231,7 @@ void with_access(const void* from, const void* to, int64_t row_bytes, int64_t el
   }
 }
 
-// Rows of any dtype, `element_bytes` an element.
+// Works for any dtype; `element_bytes` is the size of an element.
 template <bool kCheck>
 void launch_scatter_tokens(
     const void* x,              // [T, D]
