@@ -1,4 +1,4 @@
-// Pages of a tensor that nobody reads any more, given back to the system before the tensor is freed.
+// Returns pages of a tensor that is no longer read to the system, before the tensor is freed.
 #pragma once
 
 #include <sys/mman.h>
@@ -13,14 +13,15 @@
 
 namespace moe_ext::grouped_gemm {
 
-// True if malloc keeps freed memory for the next tensors (moe_ext.reuse_memory): pages given back would be fresh then.
+// True if malloc keeps freed memory for the next tensors (moe_ext.reuse_memory). Pages are then not given back, because
+// the next tensor would have to fault them in again.
 inline std::atomic<bool> reuses_memory{false};
 
-// The rows of a matrix, given back by blocks of memory, each when the last tile that reads it is done. Every call
-// interrupts the other processors: one for each of many small experts takes longer.
+// Gives back the rows of a matrix by blocks of memory, each when the last tile that reads it is done. Every call
+// interrupts the other processors, so one call for each of many small experts would take longer.
 class RowsGivenBack {
  public:
-  // Without `owned`, or where the matrix is small, nothing happens.
+  // Nothing is given back without `owned`, for a small matrix, or if `reuses_memory` is set.
   RowsGivenBack(const Tensor& matrix, const int64_t* offsets, const std::vector<Tile>& tiles, bool owned)
       : begin_(reinterpret_cast<uintptr_t>(matrix.data_ptr())),
         row_bytes_(matrix.size(1) * static_cast<int64_t>(matrix.element_size())),
@@ -35,8 +36,8 @@ class RowsGivenBack {
       }
     }
   }
-  // Everything once more: Linux 6.14 and later free the page tables of 2 MiB that go at once, and only without a table
-  // does the next tensor here get a huge page.
+  // Gives back all pages once more. Linux 6.14 and later free a page table only if its 2 MiB are given back by one
+  // call, and the next tensor at this address gets a huge page only if there is no page table.
   ~RowsGivenBack() {
     if (tiles_left_ != nullptr) {
       give_back(begin_ + offsets_[0] * row_bytes_, begin_ + offsets_[num_experts_] * row_bytes_);
@@ -57,7 +58,7 @@ class RowsGivenBack {
  private:
   static constexpr uintptr_t kBlock = uintptr_t{512} << 10;
 
-  // The blocks that hold rows of the tile's expert.
+  // Calls f for the blocks that hold rows of the tile's expert.
   template <typename F>
   void for_each_block(const Tile& tile, const F& f) const {
     const int64_t first_row = offsets_[tile.expert], last_row = offsets_[tile.expert + 1];

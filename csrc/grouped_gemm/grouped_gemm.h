@@ -11,7 +11,7 @@
 
 namespace moe_ext::grouped_gemm {
 
-// Each checks everything that needs no look at the data.
+// Each function checks all arguments, except for the values of elements.
 void check_grouped_mm(
     const Tensor& x,                    // [N, K]
     const Tensor& weight,               // [E, M, K]
@@ -24,14 +24,15 @@ void check_backward_weight(
     const Tensor& expert_offsets); // [E + 1] or [E]
 
 void check_backward_weight_add(
-    const Tensor& sum,            // [E, M, K]; [E, K, M] where transposed
+    const Tensor& sum,            // [E, M, K]; [E, K, M] if transposed
     const Tensor& grad,           // [N, M]
     const Tensor& x,              // [N, K]
     const Tensor& expert_offsets, // [E + 1] or [E]
     bool transposed);
 
-// `backward_weight` with the result [E, M, K] stored as [E, K, M] where `transposed`: as the weight is stored, since
-// autograd copies a gradient of other strides. Where `grad_owned`, nobody reads `grad` afterwards; `x_owned` likewise.
+// Calls `backward_weight`; if `transposed`, its result [E, M, K] is stored as [E, K, M]. The strides must be those of
+// the weight, because autograd copies a gradient with other strides. With `grad_owned` (`x_owned`) the caller promises
+// that nothing reads `grad` (`x`) afterwards.
 template <Tensor (*backward_weight)(Tensor, Tensor, Tensor, bool, bool)>
 Tensor backward_weight_stored(
     Tensor grad, Tensor x, Tensor expert_offsets, bool transposed, bool grad_owned, bool x_owned) {

@@ -1,5 +1,5 @@
-// CPU side of the grouped matrix product: library products of an expert's tiles, written straight into their slice of
-// the result. The slices are made by from_blob: one call each, where narrow, select and transpose are up to three.
+// Grouped matrix product on CPU: library products of the tiles of experts, each written directly to its slice of the
+// result.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/stable/library.h>
 
@@ -29,17 +29,19 @@ namespace {
 
 using torch::stable::parallel_for;
 
-// Rows of a tile, from small products to large: packing the weight again for each costs a tenth at 512 rows of bfloat16
-// and a third at 256.
+// Rows of a tile, for small and for large products. Every tile packs the weight again, which costs a tenth of the time
+// at 512 rows of bfloat16 and a third at 256.
 constexpr int64_t kLeastRows = 256;
 constexpr int64_t kMostRows = 512;
-// Columns of the weight's gradient in a tile; its sum over the rows is never cut. Each tile packs all of x.
+// Columns of `grad`, that is rows of the weight's gradient, in a tile. The sum over an expert's rows is never cut.
+// Every tile packs all rows of x.
 constexpr int64_t kLeastColumns = 256;
 constexpr int64_t kMostColumns = 2048;
-// The 16-bit products of the library sum so many rows at a time, and the rest by a slower way.
+// The library's 16-bit products sum so many rows at a time; remaining rows take a slower path.
 constexpr int64_t kRowsPerSum = 32;
 
-// out = a b + bias, rounded once. The dispatcher's stable entry takes no Scalar, which addmm needs.
+// Computes out = a b + bias, rounded once. A direct call, because the stable ABI cannot pass the Scalar arguments of
+// addmm to the dispatcher.
 void addmm_out(const Tensor& out, const Tensor& bias, const Tensor& a, const Tensor& b) {
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), bias.get(), a.get(), b.get(), 1.0, 1.0));
 }
@@ -51,7 +53,7 @@ void zero_rows(const Tensor& t, int64_t begin, int64_t end) {
   }
 }
 
-// Memory for tiles, of one size: as many pieces as are in use at once.
+// Pool of scratch memory for tiles, in pieces of one size. It allocates only as many pieces as are in use at a time.
 class Scratch {
  public:
   explicit Scratch(int64_t bytes) : bytes_(bytes) {
@@ -76,12 +78,12 @@ class Scratch {
   std::vector<std::unique_ptr<char[]>> free_;
 };
 
-// Terms and columns of a block of a widened product: its copies stay in the caches.
+// Terms and columns of a block of a widened product, small enough for its copies to stay in the caches.
 constexpr int64_t kWideTerms = 512;
 constexpr int64_t kWideColumns = 512;
 
-// True for 16-bit numbers on processors without AVX-512, where the library multiplies them in a loop. Products are then
-// float32 ones of copies.
+// True if products are computed from float32 copies: for 16-bit numbers on processors without AVX-512, where the
+// library multiplies such numbers in a slow scalar loop.
 bool is_widened(const Tensor& x) {
 #if defined(MOE_EXT_X86)
   return x.element_size() == 2 && cpu_isa() != CpuIsa::kAvx512;
@@ -91,14 +93,15 @@ bool is_widened(const Tensor& x) {
 #endif
 }
 
-// Bytes that a widened product [rows, cols] of sums of so many terms takes: a block of the sums, of a, b and the bias.
+// Scratch bytes of a widened product [rows, cols] with sums of `terms` terms: blocks of the sums, of a, of b and the
+// bias.
 int64_t wide_bytes(int64_t rows, int64_t cols, int64_t terms) {
   const int64_t width = std::min(cols, kWideColumns);
   const int64_t depth = std::min(terms, kWideTerms);
   return static_cast<int64_t>(sizeof(float)) * (rows * (width + depth) + (depth + 1) * width);
 }
 
-// m[row, row + num_rows) of columns [col, col + num_cols) in float32, laid out as m is.
+// Copies rows [row, row + num_rows) and columns [col, col + num_cols) of m to `memory` in float32, in the layout of m.
 template <typename T>
 Tensor widened(const Tensor& m, int64_t row, int64_t num_rows, int64_t col, int64_t num_cols, float* memory) {
   const bool by_columns = m.stride(0) == 1 && m.stride(1) != 1;
@@ -121,7 +124,7 @@ Tensor widened(const Tensor& m, int64_t row, int64_t num_rows, int64_t col, int6
   return torch::stable::from_blob(memory, sizes, strides, m.device(), torch::headeronly::ScalarType::Float);
 }
 
-// out = a b + bias, where `bias` is [1, M] or null, summed in float32 and rounded once; rows of out are adjacent.
+// Computes out = a b + bias in float32, rounded once. `bias` is [1, M] or null. Rows of `out` must be adjacent.
 template <typename T>
 void wide_product_of(const Tensor& out, const Tensor& a, const Tensor& b, const Tensor* bias, float* memory) {
   const int64_t rows = out.size(0);
@@ -212,7 +215,7 @@ Tensor grouped_mm_cpu(
   return out;
 }
 
-// A copy of a matrix with zero rows added; row stride free, columns adjacent.
+// A copy of a matrix with rows of zeros added. The columns of the matrix must be adjacent; its row stride is arbitrary.
 struct Padded {
   std::unique_ptr<char[]> memory;
   Tensor matrix; // a view of the memory
@@ -234,8 +237,8 @@ Padded padded(const Tensor& m, int64_t num_rows) {
   return {std::move(memory), matrix};
 }
 
-// out = grad^T x; calls `read` when grad and x are not read any more. Ragged 16-bit operands are padded, which also
-// spares the library a new plan for each number of rows.
+// Computes out = grad^T x, and calls `read` when grad and x are no longer read. If the number of rows of 16-bit
+// operands is no multiple of kRowsPerSum, they are padded, so that the library also plans fewer different shapes.
 template <typename Read>
 void sum_of_outer_products(
     const Tensor& out, const Tensor& grad, const Tensor& x, Scratch& wide_memory, const Read& read) {
@@ -258,7 +261,7 @@ void sum_of_outer_products(
   mm_out(out, rows_transposed(grad_whole.matrix, 0, whole), x_whole.matrix);
 }
 
-// grad_weight[e] = grad_e^T x_e, or with `add` += it; an expert without rows gets zeros.
+// Computes grad_weight[e] = grad_e^T x_e, zeros for an expert without rows; with `add`, adds to grad_weight instead.
 void products_of_rows(
     const Tensor& grad_weight, const Tensor& grad, const Tensor& x, const Tensor& expert_offsets, bool add,
     bool grad_owned, bool x_owned) {
@@ -279,7 +282,7 @@ void products_of_rows(
       if (add) {
         continue;
       }
-      tiles.push_back({e, 0, 0}); // zeros, the cheapest: they fill the time of threads that are done with products
+      tiles.push_back({e, 0, 0}); // writes zeros; the cheapest tiles, for threads that are done with products
     } else {
       cut(tiles, e, 0, grad.size(1), tile_columns);
     }
@@ -291,12 +294,12 @@ void products_of_rows(
   for (const Tile& tile : tiles) {
     total += cost(tile);
   }
-  // Costs of 0.7 to 1.4 of the mean, and of powers of two of that, are alike: those tiles stay in the order of memory,
-  // whose pages are then taken and given back one after the other.
+  // Costs are compared by powers of two, so that all costs of 0.7 to 1.4 times the mean are equal. Tiles of equal cost
+  // stay in the order of memory, so that pages are allocated and given back in that order.
   const double scale = std::sqrt(2.0) * static_cast<double>(tiles.size()) / total;
   sort_by_cost(tiles, [&](const Tile& tile) { return std::ilogb(std::max(cost(tile) * scale, 1e-3)); });
-  // The memory given back makes room for the result, so that memory in use does not rise: more would be fresh the next
-  // time.
+  // Memory is given back only to make room for the result, so that memory in use does not rise. Giving back more would
+  // only mean more page faults the next time.
   const int64_t new_bytes = add ? 0 : num_experts * bytes;
   const int64_t grad_bytes = grad.numel() * static_cast<int64_t>(grad.element_size());
   const int64_t x_bytes = x.numel() * static_cast<int64_t>(x.element_size());
@@ -314,7 +317,7 @@ void products_of_rows(
       std::memset(static_cast<char*>(grad_weight.data_ptr()) + tile.expert * bytes, 0, bytes);
       return;
     }
-    // Rows [tile.begin, tile.end) of grad_weight[e], from the same columns of grad.
+    // The tile computes rows [tile.begin, tile.end) of grad_weight[e] from the same columns of grad.
     const Tensor out_e = view_of(
         grad_weight, tile.expert * matrix_size + tile.begin * x.size(1),
         {tile.end - tile.begin, x.size(1), x.size(1), 1});
@@ -327,7 +330,7 @@ void products_of_rows(
     if (!add) {
       sum_of_outer_products(out_e, grad_e, rows_of(x, begin, end), wide_memory, read);
     } else {
-      // In a cache between product and sum: memory sees the sum alone.
+      // The product of a tile stays in the cache until it is added, so that memory traffic is that of the sum alone.
       auto piece = scratch.take();
       const Tensor product = torch::stable::from_blob(
           piece.get(), {tile.end - tile.begin, x.size(1)}, {x.size(1), 1}, x.device(), x.scalar_type());
@@ -350,9 +353,9 @@ Tensor backward_weight_cpu(
   return grad_weight;
 }
 
-// Adds the gradient of the weight to `sum`, with the bits of a result that is added as a whole.
+// Adds the gradient of the weight to `sum`. The bits are those of backward_weight_cpu followed by an addition.
 void backward_weight_add_cpu(
-    Tensor sum,            // [E, M, K]; [E, K, M] where transposed
+    Tensor sum,            // [E, M, K]; [E, K, M] if transposed
     Tensor grad,           // [N, M]
     Tensor x,              // [N, K]
     Tensor expert_offsets, // [E + 1] or [E]
@@ -370,8 +373,8 @@ void set_reuses_memory(bool enabled) {
   reuses_memory = enabled;
 }
 
-// Sums one expert's rows of columns [begin, begin + width): blocks of rows first, then the blocks, so that the error
-// grows with the square root of the number of rows and the order does not depend on threads.
+// Sums `width` columns of one expert's rows: rows within blocks first, then the blocks. Summing by blocks keeps the
+// error small for many rows, and the order does not depend on threads.
 template <typename T>
 void sum_rows(T* out, const T* rows, int64_t num_rows, int64_t dim, int64_t width) {
   constexpr int64_t kRowsPerBlock = 64;

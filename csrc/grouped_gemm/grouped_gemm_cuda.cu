@@ -1,5 +1,5 @@
-// CUDA side of the grouped matrix product. bfloat16 on devices for which torch has a kernel over all experts goes
-// there, everything else to ours. Neither needs the offsets on the host.
+// Grouped matrix product on CUDA, on the current stream. torch's kernel over all experts computes bfloat16 on devices
+// that it supports; our kernel computes everything else. Neither needs the offsets on the host.
 #include <cstdlib>
 #include <cstring>
 
@@ -17,24 +17,25 @@ using torch::stable::contiguous;
 using torch::stable::new_empty;
 using torch::stable::transpose;
 
-constexpr int64_t kMostGroups = 1023; // of one call of torch's kernel
+constexpr int64_t kMostGroups = 1023; // most groups in one call of torch's kernel
 
-// MOE_EXT_GROUPED_MM, whose values moe_ext/ops/grouped_providers.py lists.
+// True if MOE_EXT_GROUPED_MM is "own". moe_ext/ops/grouped_providers.py lists its values.
 bool wants_own_products() {
   const char* choice = std::getenv("MOE_EXT_GROUPED_MM");
   return choice != nullptr && std::strcmp(choice, "own") == 0;
 }
 
-// Rows that torch's kernel takes: dense, apart, and at multiples of 16 bytes.
+// True if torch's kernel takes these rows: dense, not overlapping, and at multiples of 16 bytes.
 bool is_row_major(const Tensor& t) {
   const int64_t last = t.dim() - 1, row_bytes = t.stride(last - 1) * static_cast<int64_t>(t.element_size());
   return t.stride(last) == 1 && t.stride(last - 1) >= t.size(last) && row_bytes % kAccessBytes == 0 &&
          is_aligned(t.data_ptr(), kAccessBytes);
 }
 
-// The rows for torch's kernel, copied where it would refuse them, or stop the process over columns whose groups start
-// at no multiple of 16 bytes; none where it is not for this device, type or width. Its output has padded rows unless
-// out_columns are multiples of 16 bytes.
+// Returns the rows for torch's kernel, or nullopt if the kernel does not support this device, dtype or width. Rows are
+// copied if the kernel would refuse them, or would abort the process because groups of columns do not start at
+// multiples of 16 bytes. `out_columns` must be multiples of 16 bytes, because the kernel would otherwise pad the rows
+// of its output.
 std::optional<Tensor> rows_for_torch(const Tensor& t, int64_t num_groups, int64_t out_columns) {
   const int capability = device_properties().compute_capability;
   const bool fits = t.scalar_type() == ScalarType::BFloat16 && (capability == 9 || capability == 10) && t.numel() > 0 &&
@@ -47,13 +48,13 @@ std::optional<Tensor> rows_for_torch(const Tensor& t, int64_t num_groups, int64_
   return is_row_major(rows) ? std::optional(rows) : std::nullopt;
 }
 
-// A weight may be stored either way.
+// True if torch's kernel takes the weight, which may be stored as [E, M, K] or transposed.
 bool has_dense_matrices(const Tensor& weight) {
   return weight.numel() > 0 && (is_row_major(weight) || is_row_major(transpose(weight, 1, 2))) &&
          weight.stride(0) * static_cast<int64_t>(weight.element_size()) % kAccessBytes == 0;
 }
 
-// ends: int32, the end of each expert's rows.
+// Calls torch's kernel. `ends` is int32 and holds the end of each expert's rows.
 Tensor torch_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& ends) {
   using torch::stable::detail::from;
   std::array<StableIValue, 5> stack = {
@@ -63,13 +64,13 @@ Tensor torch_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& ends) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// The tensor itself where the elements of its rows lie side by side.
+// Returns the tensor if the elements of its rows are adjacent, otherwise a contiguous copy.
 Tensor rows_of_elements(const Tensor& t) {
   const int64_t last = t.dim() - 1;
   return t.stride(last) == 1 || t.size(last) <= 1 ? t : contiguous(t);
 }
 
-// True if our kernel may copy 16 bytes at a time of all rows of all experts.
+// True if our kernel may copy 16 bytes at a time from every row of every expert.
 bool rows_are_copyable(const Tensor& t) {
   const auto whole = [&](int64_t elements) {
     return elements * static_cast<int64_t>(t.element_size()) % kAccessBytes == 0;
@@ -118,7 +119,7 @@ Tensor own_grouped_mm(
   return out;
 }
 
-// To `out`, or added to it.
+// Writes the gradient of the weight to `out`, or adds it with kAdd, by our kernel.
 template <bool kAdd>
 void own_backward_weight(
     const Tensor& out, const Tensor& grad, const Tensor& x, const Tensor& offsets, const DeviceScope& device) {
@@ -157,10 +158,12 @@ Tensor grouped_mm_cuda(
   return out;
 }
 
-// grad_e^T x_e by torch's product; of an expert without rows any values. None where it does not serve.
+// Returns grad_e^T x_e by torch's kernel, with arbitrary values for experts without rows; nullopt if the kernel does
+// not support the arguments.
 std::optional<Tensor> torch_backward_weight(const Tensor& grad, const Tensor& x, const Tensor& offsets) {
   const int64_t num_experts = num_experts_of(offsets);
-  // By offsets, the first of E + 1 products is over the rows before the first expert's.
+  // If offsets are given, they serve as ends of E + 1 groups, of which the first holds the rows before the first
+  // expert.
   const int64_t num_products = offsets.size(0);
   const auto rows = num_experts > 0 ? rows_for_torch(x, num_products, x.size(1)) : std::nullopt;
   const auto grad_rows = rows ? rows_for_torch(grad, num_products, x.size(1)) : std::nullopt;
@@ -173,7 +176,7 @@ std::optional<Tensor> torch_backward_weight(const Tensor& grad, const Tensor& x,
   return contiguous(torch::stable::narrow(products, 0, num_products - num_experts, num_experts));
 }
 
-// grad_weight[e] = grad_e^T x_e; an expert without rows gets zeros.
+// Returns grad_weight[e] = grad_e^T x_e, zeros for an expert without rows.
 Tensor backward_weight_cuda(
     Tensor grad,           // [N, M]
     Tensor x,              // [N, K]
@@ -192,9 +195,10 @@ Tensor backward_weight_cuda(
   return out;
 }
 
-// Ours adds tiles as they leave the product; torch's product is added behind it, in one pass over both.
+// Adds the gradient of the weight to `sum`. Our kernel adds each tile after computing it; the result of torch's kernel
+// is added by one more pass.
 void backward_weight_add_cuda(
-    Tensor sum,            // [E, M, K]; [E, K, M] where transposed
+    Tensor sum,            // [E, M, K]; [E, K, M] if transposed
     Tensor grad,           // [N, M]
     Tensor x,              // [N, K]
     Tensor expert_offsets, // [E + 1] or [E]

@@ -1,5 +1,5 @@
-// Work around the library's grouped product: bias and rows of no expert, experts without rows, sums of rows.
-// All find their rows by the offsets on the device, so that the host need not know them.
+// Kernels that complete torch's grouped product: bias, rows of no expert, experts without rows, and sums of rows. They
+// find their rows by the offsets on the device, so that the host need not know them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,8 +18,8 @@ namespace moe_ext::grouped_gemm {
 constexpr int kNumThreads = 256;
 constexpr int kNumWarps = kNumThreads / kWarpSize;
 
-// The last expert that starts at or before the row: the owner, since experts without rows start where the next one
-// does.
+// Returns the last expert that starts at or before the row. That expert owns the row, because an expert without rows
+// starts at the same row as the next one.
 __device__ __forceinline__ int64_t expert_of_row(const ExpertBounds& experts, int64_t row) {
   int64_t low = 0, high = experts.num_experts - 1;
   while (low < high) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ int64_t expert_of_row(const ExpertBounds& experts, in
   return low;
 }
 
-// Adds each expert's bias to its rows, unless it is null, and zeroes the rows of no expert. One warp a row.
+// Adds each expert's bias to its rows, unless `bias` is null, and zeroes the rows of no expert. A warp handles a row.
 template <typename T, int kSize>
 __global__ void __launch_bounds__(kNumThreads) finish_rows_kernel(
     ExpertBounds experts, const T* __restrict__ bias, int64_t num_rows, int64_t dim, T* __restrict__ out) {
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kNumThreads) finish_rows_kernel(
   }
 }
 
-// Zeroes the [size] elements of each expert without rows; grid.y shares them out.
+// Zeroes the `size` elements of each expert without rows. grid.y divides the elements of an expert.
 template <typename T>
 __global__ void __launch_bounds__(kNumThreads)
     zero_empty_experts_kernel(ExpertBounds experts, int64_t size, T* __restrict__ out) {
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kNumThreads)
   }
 }
 
-// sum[e] += product[e], of [size] elements each, of experts with rows; grid.y shares them out.
+// Adds product[e] to sum[e], `size` elements each, for experts with rows. grid.y divides the elements of an expert.
 template <typename T, int kSize>
 __global__ void __launch_bounds__(kNumThreads)
     add_experts_kernel(ExpertBounds experts, const T* __restrict__ product, int64_t size, T* __restrict__ sum) {
@@ -94,8 +94,8 @@ __global__ void __launch_bounds__(kNumThreads)
   }
 }
 
-// out[e] = sum of the rows of expert e: each warp adds every eighth row, kSumRows of them in flight, and the warps are
-// added in order. grid.x is the expert, grid.y the tile of columns.
+// Computes out[e], the sum of the rows of expert e. Each warp adds every eighth row, with loads of kSumRows rows in
+// flight, and the sums of the warps are added in order. grid.x is the expert, grid.y the tile of columns.
 template <typename T, int kSize>
 __global__ void __launch_bounds__(kNumThreads)
     sum_rows_kernel(ExpertBounds experts, const T* __restrict__ rows, int64_t dim, T* __restrict__ out) {
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kNumThreads)
       }
     }
   }
-  // Element j of all threads lies together, so that neighbours are in different banks.
+  // The elements j of all threads are adjacent, so that neighbouring threads access different banks.
 #pragma unroll
   for (int j = 0; j < kSize; ++j) {
     sums[j * kNumThreads + threadIdx.x] = sum[j];
@@ -141,7 +141,8 @@ __global__ void __launch_bounds__(kNumThreads)
   }
 }
 
-// Calls f with the elements of an access of 16 bytes where rows of `dim` at all these addresses allow it, else with 1.
+// Calls f<kSize>() with the elements per access: those of 16 bytes if rows of `dim` at all these addresses allow it,
+// otherwise 1.
 template <typename T, typename F, typename... Pointers>
 void with_row_access(int64_t dim, F&& f, const Pointers*... pointers) {
   if (rows_are_aligned(dim * static_cast<int64_t>(sizeof(T)), pointers...)) {
@@ -151,7 +152,7 @@ void with_row_access(int64_t dim, F&& f, const Pointers*... pointers) {
   }
 }
 
-// out [N, M], bias [E, M] or null
+// Launches finish_rows_kernel for out [N, M] and bias [E, M] or null.
 template <typename T>
 void launch_finish_rows(
     const ExpertBounds& experts, const T* bias, int64_t num_rows, int64_t dim, T* out, cudaStream_t stream) {
@@ -166,7 +167,7 @@ void launch_finish_rows(
   }
 }
 
-// out [E, size]
+// Launches zero_empty_experts_kernel for out [E, size].
 template <typename T>
 void launch_zero_empty_experts(const ExpertBounds& experts, int64_t size, T* out, cudaStream_t stream) {
   if (experts.num_experts * size > 0) {
@@ -177,7 +178,7 @@ void launch_zero_empty_experts(const ExpertBounds& experts, int64_t size, T* out
   }
 }
 
-// product, sum [E, size]
+// Launches add_experts_kernel for product and sum [E, size].
 template <typename T>
 void launch_add_experts(const ExpertBounds& experts, const T* product, int64_t size, T* sum, cudaStream_t stream) {
   if (experts.num_experts * size > 0) {
@@ -192,7 +193,7 @@ void launch_add_experts(const ExpertBounds& experts, const T* product, int64_t s
   }
 }
 
-// rows [N, M], out [E, M]
+// Launches sum_rows_kernel for rows [N, M] and out [E, M].
 template <typename T>
 void launch_sum_rows(const ExpertBounds& experts, const T* rows, int64_t dim, T* out, cudaStream_t stream) {
   if (experts.num_experts * dim > 0) {

@@ -9,9 +9,9 @@ namespace moe_ext::grouped_gemm {
 
 template <typename T>
 struct Loops {
-  void (*add)(T* sum, const T* x, int64_t n); // sum[i] += x[i], rounded as torch rounds it
+  void (*add)(T* sum, const T* x, int64_t n); // sum[i] += x[i], with the rounding of torch
   void (*widen)(acc_t<T>* out, const T* x, int64_t n);
-  void (*narrow)(T* out, const acc_t<T>* x, int64_t n); // rounded likewise
+  void (*narrow)(T* out, const acc_t<T>* x, int64_t n); // with the rounding of torch
 };
 
 using Kernels = PerDtype<Loops>;

@@ -1,13 +1,13 @@
-// Products of all experts in one launch, by offsets that are on the device: blocks that fill it once walk over the
-// tiles of all experts' products, so that the host need not know how many rows an expert has.
-//   Tiles: 128 x 128 of the output (64 x 64 of float32 and float64), a quarter a warp; 16 or 32 terms
-//   of the sum a step. Operands come by asynchronous copies, kStages - 1 steps ahead; shared memory is swizzled by 16
-//   bytes, so that eight rows of a column lie in different banks. Rows that are no multiples of 16 bytes come by single
-//   elements. 16 bits: mma.m16n8k16 with float32 sums. float32: x = high + middle + low, three bfloat16 (exact above
-//   2^-110), of whose nine products the three smallest are left out: they are below 2^-23 |x| |w|. The six of each 16
-//   terms are summed by themselves, smallest first, and added to the rest by the processor's own additions: tensor
-//   cores cut what they add off instead of rounding it, and that would grow with the number of terms. float64: no
-//   tensor cores.
+// Products of all experts in one launch, by offsets on the device. As many blocks as the device holds walk over the
+// tiles of all experts' products, so that the host need not know the number of rows of an expert.
+//   A tile is 128 x 128 of the output (64 x 64 for float32 and float64), a quarter for each warp; a step takes 16 or 32
+//   terms of the sums. Operands are loaded by asynchronous copies, kStages - 1 steps ahead. Shared memory is swizzled
+//   by 16 bytes, so that eight rows of a column lie in different banks. Rows that are no multiples of 16 bytes are
+//   loaded element by element. 16 bits: mma.m16n8k16 with float32 sums. float32: x = high + middle + low, three
+//   bfloat16 (exact above 2^-110). The three smallest of their nine products, below 2^-23 |x| |w|, are left out. The
+//   other six are summed for each 16 terms alone, smallest first, and ordinary additions add these sums. Tensor cores
+//   truncate instead of rounding, and that error would otherwise grow with the number of terms. float64: no tensor
+//   cores.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -27,11 +27,11 @@
 
 namespace moe_ext::grouped_gemm {
 
-constexpr int kProductThreads = 128; // two warps by two
+constexpr int kProductThreads = 128; // 2 x 2 warps
 
 template <typename T>
 struct Tiling {
-  using Part = T; // what the products are taken of
+  using Part = T; // type of the numbers that are multiplied
   static constexpr int kSize = 128, kDepth = 32, kStages = 3, kParts = 1;
 };
 template <>
@@ -45,10 +45,10 @@ struct Tiling<double> {
   static constexpr int kSize = 64, kDepth = 16, kStages = 2, kParts = 1;
 };
 
-// kAlongA: out[r] = a[r] b[e]^T for each row r of an expert e, its bias added, and zeros for the rows of no expert;
-// otherwise out[e] = a_e^T b_e, sums over an expert's rows. kAlongB: b is stored as [cols, depth], otherwise as
-// [depth, cols]. kAdd, without kAlongA: out[e] += a_e^T b_e rounded to T, which is added with the bits of a result that
-// is added as a whole; an expert without rows is left as it is.
+// Arguments of a product. With kAlongA, out[r] = a[r] b[e]^T + bias[e] for each row r of an expert e, and zeros for the
+// rows of no expert; otherwise out[e] = a_e^T b_e, sums over an expert's rows. With kAlongB, b is stored as [cols,
+// depth], otherwise as [depth, cols]. With kAdd, only without kAlongA, out[e] += a_e^T b_e: the product is first
+// rounded to T, so that the bits are those of a separate addition. An expert without rows keeps its sum.
 template <typename T>
 struct GroupedProduct {
   ExpertBounds experts;
@@ -58,10 +58,10 @@ struct GroupedProduct {
   int64_t a_stride, b_stride, b_expert_stride; // between rows and experts, in elements
   const T* bias;                               // [E, cols] or null
   T* out;                                      // [N, cols] or [E, rows, cols]
-  int rows, cols;                              // of an expert's output; with kAlongA it has its own number of rows
-  int depth;                                   // terms of a sum; without kAlongA the rows of the expert
-  bool aligned; // 16 bytes of a row of a and of b are multiples of 16 bytes, and a row has whole ones
-  bool checked; // traps offsets that decrease or leave the rows
+  int rows, cols;                              // size of an expert's output; `rows` is not used with kAlongA
+  int depth;                                   // terms of a sum with kAlongA; otherwise these are the expert's rows
+  bool aligned; // all rows of a and b begin at multiples of 16 bytes and are multiples of 16 bytes long
+  bool checked; // trap on offsets that decrease or leave the rows
 };
 
 template <typename T, int kNumRows, int kNumCols>
@@ -69,7 +69,7 @@ struct SharedTile {
   static constexpr int kPerChunk = kAccessBytes / sizeof(T), kChunks = kNumCols / kPerChunk;
   static constexpr int kRows = kNumRows, kCols = kNumCols, kElements = kNumRows * kNumCols;
 
-  // Element (row, col) of it.
+  // Place of element (row, col).
   __device__ __forceinline__ static int at(int row, int col) {
     const int swizzle = kChunks >= 8 ? row % 8 : row / (8 / kChunks) % kChunks;
     return row * kNumCols + ((col / kPerChunk) ^ swizzle) * kPerChunk + col % kPerChunk;
@@ -81,7 +81,7 @@ template <typename T, typename Of, bool kAlong>
 using OperandTile =
     SharedTile<T, kAlong ? Tiling<Of>::kSize : Tiling<Of>::kDepth, kAlong ? Tiling<Of>::kDepth : Tiling<Of>::kSize>;
 
-// Starts copies of rows that are `stride` apart; beyond num_rows and num_cols there are zeros.
+// Starts copies of rows that are `stride` apart to a tile, with zeros beyond num_rows and num_cols.
 template <typename Tile, typename T>
 __device__ __forceinline__ void fetch(const T* from, int64_t stride, int num_rows, int num_cols, bool aligned, T* to) {
   const int row = static_cast<int>(threadIdx.x) / Tile::kChunks;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void fetch(const T* from, int64_t stride, int num_row
   }
 }
 
-// A tile of float32 as three of bfloat16, one behind the other.
+// Splits a tile of float32 into three consecutive tiles of bfloat16.
 template <typename From, typename To>
 __device__ __forceinline__ void split(const float* from, c10::BFloat16* to) {
 #pragma unroll
@@ -135,8 +135,8 @@ __device__ __forceinline__ void split(const float* from, c10::BFloat16* to) {
   }
 }
 
-// Begin of a lane's row of an operand's 16 x 16 elements for load_matrices, as they are stored: of a, of which
-// multiply_add takes the quarters down the columns first, or of b.
+// Row, and below column, at which a lane's 16 bytes of 16 x 16 stored elements begin for load_matrices. multiply_add
+// takes the quarters of a down the columns first, so a and b differ.
 template <bool kOfA, bool kAlong>
 __device__ __forceinline__ int lane_row() {
   return kOfA == kAlong ? lane_id() % 16 : lane_id() % 8 + lane_id() / 16 * 8;
@@ -153,7 +153,7 @@ __device__ __forceinline__ void load_operand(uint32_t (&to)[4], const Part* tile
   load_matrices<!kAlong>(to, tile + Tile::at(row, col));
 }
 
-// A warp's sums of a quarter of the block's tile.
+// Sums of a warp, for a quarter of the block's tile.
 template <typename T, bool kAlongA, bool kAlongB>
 struct Sums {
   using Part = typename Tiling<T>::Part;
@@ -161,7 +161,8 @@ struct Sums {
   using TileB = OperandTile<Part, T, kAlongB>;
   static constexpr int kParts = Tiling<T>::kParts;
   static constexpr int kSide = Tiling<T>::kSize / 2;
-  float v[kSide / 16][kSide / 8][4] = {}; // sixteen rows, eight columns, and what multiply_add gives a thread of them
+  // By sixteen rows, by eight columns, and the four sums of them that multiply_add gives to a thread.
+  float v[kSide / 16][kSide / 8][4] = {};
 
   __device__ __forceinline__ static int first_row() {
     return warp_id() / 2 * kSide;
@@ -216,7 +217,7 @@ struct Sums {
     }
   }
 
-  // A thread has pairs of neighbours in so many rows.
+  // A thread has kPairs pairs of neighbouring columns in each of kRows rows.
   static constexpr int kRows = kSide / 8, kPairs = kSide / 8, kPairStep = 8, kRowStep = 8;
 
   __device__ __forceinline__ static int row() {
@@ -230,7 +231,7 @@ struct Sums {
   }
 };
 
-// Tiles of 32 x 32, without tensor cores.
+// Sums of a warp for float64, 32 x 32, without tensor cores.
 template <bool kAlongA, bool kAlongB>
 struct Sums<double, kAlongA, kAlongB> {
   using TileA = OperandTile<double, double, kAlongA>;
@@ -276,19 +277,19 @@ struct Sums<double, kAlongA, kAlongB> {
   }
 };
 
-// The tiles of all experts one after the other, as a warp finds them: 32 experts at a time.
+// Search of a warp in the consecutive tiles of all experts, 32 experts at a time.
 template <bool kAlongA, typename T>
 struct ExpertTiles {
   const GroupedProduct<T>& p;
-  int first_expert = 0, expert = 0; // of the 32; of the tile
-  int begin = 0, num_rows = 0;      // the expert's
-  int index = 0;                    // of the tile among its expert's
+  int first_expert = 0, expert = 0; // first of the current 32 experts; expert of the tile
+  int begin = 0, num_rows = 0;      // rows of the expert of the tile
+  int index = 0;                    // index of the tile among the tiles of its expert
   int tiles_before = 0;
 
   __device__ __forceinline__ explicit ExpertTiles(const GroupedProduct<T>& product) : p(product) {
   }
 
-  // False beyond the last tile. `tile` does not decrease.
+  // Finds a tile; returns false beyond the last one. `tile` must not decrease from call to call.
   __device__ __forceinline__ bool find(int tile) {
     constexpr int kSize = Tiling<T>::kSize;
     for (; first_expert < p.experts.num_experts; first_expert += kWarpSize) {
@@ -319,7 +320,7 @@ struct ExpertTiles {
   }
 };
 
-// Zeroes the rows before the first expert's and behind the last one's; a warp a row.
+// Zeroes the rows before those of the first expert and after those of the last one. A warp handles a row.
 template <typename T>
 __device__ __forceinline__ void zero_other_rows(const GroupedProduct<T>& p) {
   constexpr int kWarps = kProductThreads / kWarpSize, kWide = kAccessBytes / sizeof(T);
@@ -340,16 +341,17 @@ __device__ __forceinline__ void zero_other_rows(const GroupedProduct<T>& p) {
   }
 }
 
-// Rounds a tile's sums, the bias added, to rows of the output, or adds them there.
+// Adds the bias to the sums of a tile and writes them, rounded, to rows of the output; with kAdd, adds them there.
 template <typename T, bool kAdd, typename SumsOf>
 __device__ __forceinline__ void store_tile(
     const SumsOf& sums, const T* bias, T* out, int num_rows, int num_cols, int stride) {
   using Acc = acc_t<T>;
-  // All relative to the thread's first element: what does not change from tile to tile would be kept in registers.
+  // All indices are relative to the thread's first element. The compiler would keep indices that do not change from
+  // tile to tile in registers.
   const int rows_left = num_rows - SumsOf::row(), cols_left = num_cols - SumsOf::col();
   const T* const own_bias = bias == nullptr ? nullptr : bias + SumsOf::col();
   T* place = out + int64_t{SumsOf::row()} * stride + SumsOf::col();
-  // A gradient that is added to may be a view at any element of a flat buffer.
+  // The address is checked, because a gradient to which is added may be a view at any element of a flat buffer.
   const bool in_pairs = stride % 2 == 0 && is_aligned(place, 2 * sizeof(T));
   Acc add[SumsOf::kPairs][2];
 #pragma unroll
@@ -392,7 +394,7 @@ __device__ __forceinline__ void store_tile(
   }
 }
 
-// Bytes of shared memory: the stages of both operands, and behind them float32's parts.
+// Bytes of shared memory: the stages of both operands, followed by the parts of float32.
 template <typename T>
 constexpr size_t product_bytes() {
   using Of = Tiling<T>;
@@ -425,7 +427,7 @@ __global__ void __launch_bounds__(kProductThreads, 2) grouped_product_kernel(Gro
     const T* a = p.a + (kAlongA ? (begin + row) * p.a_stride : begin * p.a_stride + row);
     const T* b =
         p.b + (kAlongA ? tiles.expert * p.b_expert_stride : begin * p.b_stride) + (kAlongB ? col * p.b_stride : col);
-    // Copies for the next step; the steps of a tile come in order.
+    // Starts the copies of the next step of the tile.
     int left = depth, steps = ceil_div(depth, Of::kDepth), to_stage = 0, from_stage = 0;
     const auto start_step = [&] {
       if (left > 0) {
@@ -449,7 +451,7 @@ __global__ void __launch_bounds__(kProductThreads, 2) grouped_product_kernel(Gro
 #pragma unroll 1
     for (; steps > 0; --steps) {
       wait_copies<Of::kStages - 2>();
-      // Shows this step's copies to all, and that all have done with the stage that the next ones go to.
+      // After the barrier, all threads see the copies of this step, and no thread reads the stage that is filled next.
       __syncthreads();
       start_step();
       const T* const of_a = stages + from_stage * kStage;
@@ -488,7 +490,7 @@ void launch_grouped_product(const GroupedProduct<T>& p, cudaStream_t stream) {
   const auto kernel = grouped_product_kernel<T, kAlongA, kAlongB, kAdd>;
   const int64_t most = resident_blocks(kernel, kProductThreads, product_bytes<T>());
   const int64_t num_tiles = row_tiles * ceil_div(p.cols, size);
-  // The kernel counts them in 32 bits.
+  // The kernel counts tiles in 32 bits.
   if (num_tiles >= int64_t{1} << 30) {
     throw std::runtime_error(
         "grouped_mm: expected fewer than 2^30 tiles of 128 x 128 on CUDA, got " + std::to_string(num_tiles));

@@ -1,5 +1,5 @@
-// Runs the products of a grouped matrix product as tiles of a fixed size, each on one thread: the tiles do not depend
-// on the number of threads, so neither do the bits, and small experts share the threads as large ones do.
+// Runs a grouped matrix product as tiles of a fixed size, each on one thread. The tiles, and so the bits, do not depend
+// on the number of threads, and small experts occupy the threads as well as large ones.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -9,8 +9,9 @@
 #include <cstdint>
 #include <vector>
 
-// Thread counts of the libraries inside torch, if it was built with them. A library plans a product for the number of
-// threads that it may use, even inside a parallel region, where it gets one; the plan decides the order of the sums.
+// Thread counts of the libraries inside torch; null if torch was built without them. A library plans a product for the
+// number of threads that it may use, even inside a parallel region, where it gets only one. The plan determines the
+// order of the sums.
 extern "C" {
 __attribute__((weak)) int MKL_Set_Num_Threads_Local(int);
 __attribute__((weak)) int omp_get_max_threads();
@@ -23,7 +24,8 @@ namespace moe_ext::grouped_gemm {
 class OneThread {
  public:
   OneThread() {
-    // A thread's first question makes torch set its limits; it must not come after ours.
+    // The first call in a thread makes torch set the limits of this thread, which would otherwise override those set
+    // below.
     torch::stable::get_num_threads();
     if (omp_set_num_threads != nullptr && omp_get_max_threads != nullptr) {
       omp_before_ = omp_get_max_threads();
@@ -55,16 +57,17 @@ struct Tile {
   int64_t end;
 };
 
-// Tiles that all the work should give: fewer leave threads idle, and each packs its operands anew.
+// Number of tiles into which all the work should be cut. Fewer tiles would leave threads idle; with more tiles, packing
+// their operands would take longer.
 constexpr int64_t kTilesWanted = 16;
 
-// The nominal size of a tile, out of `total` to be cut.
+// Nominal size of a tile if a total of `total` rows or columns is to be cut.
 inline int64_t tile_size(int64_t total, int64_t least, int64_t most) {
   return std::clamp(total / kTilesWanted, least, most);
 }
 
-// Cuts [begin, end) of an expert into parts of about `size`, none of more than 1.5 times that. Cuts fall on multiples
-// of 32 from the begin: the library plans every new shape anew, in up to ten times the time of the product itself.
+// Cuts [begin, end) of an expert into parts of about `size`, at most 1.5 times `size`. Cuts are at multiples of 32 from
+// `begin`, for few different shapes: the library plans each new shape, in up to ten times the time of the product.
 inline void cut(std::vector<Tile>& tiles, int64_t expert, int64_t begin, int64_t end, int64_t size) {
   constexpr int64_t kStep = 32;
   const int64_t length = end - begin;
@@ -75,13 +78,13 @@ inline void cut(std::vector<Tile>& tiles, int64_t expert, int64_t begin, int64_t
   }
 }
 
-// The costliest first: one that starts last leaves the other threads waiting.
+// Sorts tiles by cost, the costliest first. If a costly tile started last, the other threads would wait for it.
 template <typename F>
 void sort_by_cost(std::vector<Tile>& tiles, const F& cost) {
   std::stable_sort(tiles.begin(), tiles.end(), [&](const Tile& a, const Tile& b) { return cost(a) > cost(b); });
 }
 
-// Calls f(tile) for each, the next one by whichever thread is free.
+// Calls f(tile) for each tile; a thread that is free takes the next tile.
 template <typename F>
 void for_each_tile(const std::vector<Tile>& tiles, const F& f) {
   std::atomic<size_t> next{0};
