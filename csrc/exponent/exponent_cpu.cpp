@@ -1,5 +1,5 @@
-// CPU side of coding exponents. Threads encode runs of blocks where these would begin if none were smaller than its
-// elements, and the runs are then moved together; a single thread has one run, and nothing to move.
+// Coding of exponents on CPU. Each thread encodes a run of blocks at the place where the run would begin if no block
+// were compressed, and the runs are then moved together. A single thread has one run and moves nothing.
 #include "exponent/exponent.h"
 
 #include <torch/csrc/stable/library.h>
@@ -22,15 +22,15 @@ namespace {
 
 using torch::stable::parallel_for;
 
-constexpr int64_t kGrain = 16; // blocks of a run at least
+constexpr int64_t kGrain = 16; // least number of blocks of a run
 
-// Writes a payload to most_bytes(numel, item) bytes; returns how many it takes.
+// Writes a payload to `bytes`, which has room for most_bytes(numel, item), and returns its size.
 int64_t encode(uint8_t* bytes, const uint8_t* elements, int64_t numel, int64_t item, Kind kind) {
   const int64_t blocks = num_blocks(numel), first = table_bytes(numel);
   const Header header = {kMagic, kind, static_cast<uint64_t>(numel)};
   std::memcpy(bytes, &header, sizeof(header));
   std::vector<uint32_t> sizes((first - kHeader) / 4, 0);
-  std::vector<int64_t> run_bytes(blocks, 0); // of the run that begins with a block
+  std::vector<int64_t> run_bytes(blocks, 0); // bytes of the run that begins at a block, otherwise 0
   parallel_for(0, blocks, kGrain, [&](int64_t begin, int64_t end) {
     uint8_t* start = bytes + first + begin * raw_block_bytes(item);
     uint8_t* at = start;
@@ -64,7 +64,7 @@ Tensor encode_exponents_cpu(Tensor x) {
   return torch::stable::narrow(payload, 0, 0, total);
 }
 
-// Returns the lowest damaged block, or -1; those that go past the end are.
+// Decodes all blocks. Returns the lowest damaged block, or -1. A block that reaches beyond the payload is damaged.
 int64_t decode(
     const Tensor& out, const uint8_t* bytes, int64_t num_bytes, const std::vector<int64_t>& place, Kind kind) {
   const int64_t numel = out.numel(), item = static_cast<int64_t>(out.element_size());

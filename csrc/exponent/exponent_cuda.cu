@@ -1,5 +1,6 @@
-// CUDA side of coding exponents: allocates, launches, and waits for what the host must know: the length of a payload,
-// the sizes of the blocks of one that is read, and that none is damaged. Rows of one length wait for nothing.
+// Coding of exponents on CUDA, on the current stream. The host waits for the length of an encoded payload and, in
+// decoding, for the sizes of the blocks and the check that none is damaged. With rows of one length the host never
+// waits.
 #include <cstring>
 
 #include "common/dispatch.h"
@@ -17,7 +18,7 @@ namespace {
 using torch::stable::narrow;
 using torch::stable::new_empty;
 
-// Calls f.operator()<Parts>().
+// Calls f.operator()<Parts>() for the kind.
 template <typename F>
 void dispatch_kind(Kind kind, F&& f) {
   switch (kind) {
@@ -30,7 +31,8 @@ void dispatch_kind(Kind kind, F&& f) {
   }
 }
 
-// Blocks where each would begin if none were smaller than its elements, and where they begin one behind the other.
+// Scratch memory of encoding: blocks at the places where they would begin if none were compressed, and the places to
+// which they are moved.
 struct Scratch {
   Tensor coded;  // [blocks * stride]
   Tensor starts; // [blocks + 1]
@@ -46,7 +48,7 @@ struct Scratch {
     return static_cast<int64_t>(x.element_size());
   }
 
-  // Reads x[first : first + numel].
+  // Encodes x[first : first + numel] into `coded`, and fills `starts`.
   void encode(const Tensor& x, int64_t first, int64_t numel, Kind kind, const DeviceScope& device) const {
     const int64_t blocks = num_blocks(numel);
     dispatch_kind(kind, [&]<typename Parts>() {
@@ -72,7 +74,7 @@ Tensor encode_exponents_cuda(Tensor x) {
   const int64_t numel = x.numel(), blocks = num_blocks(numel);
   Scratch scratch(x, numel);
   scratch.encode(x, 0, numel, kind, device);
-  // NOTE: device-to-host sync.
+  // NOTE: device-to-host sync: the sum of the sizes is the length of the payload.
   const int64_t bytes = *data<const int64_t>(read_back(narrow(scratch.starts, 0, blocks, 1)));
   Tensor payload = new_empty(x, {table_bytes(numel) + bytes}, ScalarType::Byte);
   scratch.move_to(data<uint8_t>(payload), numel, kind, nullptr, device);
@@ -119,10 +121,10 @@ void decode_exponents_cuda(Tensor out, Tensor payload) {
   const DeviceScope device(out);
   const int64_t numel = out.numel(), blocks = num_blocks(numel);
   check_length(op, payload, numel);
-  // NOTE: device-to-host sync.
+  // NOTE: device-to-host sync: sizes are checked before blocks are read.
   const Tensor head = read_back(narrow(payload, 0, 0, table_bytes(numel)));
   const std::vector<int64_t> places = block_starts(op, data<const uint8_t>(head), payload, out, kind);
-  // Behind them the lowest damaged block.
+  // The element after the starts holds the lowest damaged block; `blocks` means none.
   Tensor told = new_on_cpu({blocks + 2}, ScalarType::Long);
   std::memcpy(told.data_ptr(), places.data(), places.size() * sizeof(int64_t));
   data<int64_t>(told)[blocks + 1] = blocks;
@@ -131,7 +133,7 @@ void decode_exponents_cuda(Tensor out, Tensor payload) {
   launch_decode(
       out, data<const uint8_t>(from), data<const int64_t>(starts), data<unsigned long long>(starts) + blocks + 1, kind,
       device);
-  // NOTE: device-to-host sync.
+  // NOTE: device-to-host sync: a damaged block must raise.
   const int64_t wrong = *data<const int64_t>(read_back(narrow(starts, 0, blocks + 1, 1)));
   MOE_CHECK(wrong == blocks, op, ": expected payload to be as encoded, got a damaged block ", wrong);
 }

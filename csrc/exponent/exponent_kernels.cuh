@@ -1,8 +1,8 @@
-// A block of threads takes a block of 8192 elements, whose exponents lie in shared memory. Encoding: a histogram of the
-// sample, its most frequent exponents by 22 rounds of a warp's maximum, then for each level a table from exponents to
-// codes; a ballot makes 32 bits of a plane, and sums over the escapes of all ballots place them for the next level.
-// Blocks are encoded where they would lie if none were smaller than its elements, and moved when sizes have been summed
-// up. Decoding goes the other way, from the last level to the first.
+// Coding of exponents. A block of threads takes a block of 8192 elements, whose exponents it keeps in shared memory.
+// Encoding makes a histogram of the sample, finds its most frequent exponents by 22 rounds of a warp's maximum, and for
+// each level a table from exponents to codes. A ballot makes 32 bits of a plane, and sums over the escapes of all
+// ballots give their places in the next level. Blocks are encoded at the places where they would begin if none were
+// compressed, and are moved after their sizes have been summed. Decoding goes from the last level to the first.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,7 +17,7 @@
 namespace moe_ext::exponent {
 
 constexpr int kBallot = 32;                                  // elements of a ballot, half a word
-constexpr int kBallots = static_cast<int>(kBlock) / kBallot; // of a block
+constexpr int kBallots = static_cast<int>(kBlock) / kBallot; // ballots of a block
 static_assert(kBallots == kThreads, "a thread for each ballot of a block");
 
 __device__ __forceinline__ int padded_bytes(int n) {
@@ -28,7 +28,7 @@ __device__ __forceinline__ int num_words(int n) {
   return ceil_div(n, 64);
 }
 
-// Widths of a level, four bits a plan: device code reads no array of the host.
+// Packs the widths of a level, four bits per plan, because device code cannot read the host's array kPlans.
 constexpr uint32_t widths_of_plans(int level) {
   uint32_t packed = 0;
   for (int plan = 0; plan < kNumPlans; ++plan) {
@@ -44,7 +44,7 @@ __device__ __forceinline__ int width_of(int plan, int level) {
   return static_cast<int>(packed >> (4 * plan) & 15u);
 }
 
-// Calls f(half, i) for the elements of whole words that begin inside [0, n), a warp for each 32 neighbours.
+// Calls f(half, i) for each element i of the words that begin in [0, n). A warp handles 32 neighbours, half a word.
 template <typename F>
 __device__ __forceinline__ void for_halves(int n, F&& f) {
   for (int half = warp_id(); half < 2 * num_words(n); half += kThreads / kWarpSize) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ void for_halves(int n, F&& f) {
   }
 }
 
-// Plane `plane` of a word's `planes`: the half of it that belongs to a ballot.
+// Address of the half of plane `plane` that belongs to ballot `half`, if each word has `planes` planes.
 __device__ __forceinline__ uint32_t* half_of_plane(uint8_t* at, int half, int planes, int plane) {
   return reinterpret_cast<uint32_t*>(at + (half / 2 * planes + plane) * 8 + half % 2 * 4);
 }
@@ -61,7 +61,7 @@ __device__ __forceinline__ uint32_t load_half(const uint8_t* at, int half, int p
   return *half_of_plane(const_cast<uint8_t*>(at), half, planes, plane);
 }
 
-// The parts of an element: its exponent, and the rest, which is written and read where the block has it.
+// The parts of an element: its exponent and the remaining bits, which are written to the block and read from it.
 struct BFloat16Parts {
   using Bits = uint16_t;
   static __device__ __forceinline__ int rest_bytes(int n) {
@@ -126,17 +126,17 @@ struct HalfParts {
   }
 };
 
-// State that a block's threads share while they encode.
+// Symbols and plan of a block, shared by its threads during encoding.
 struct Dictionary {
   uint8_t symbols[kMostSymbols];
   int plan; // -1 for none
 };
 
-// By the first warp, from the counts of a sample: the most frequent exponents, of the lowest in a tie, and the plan of
-// the fewest bits. Counts are used up.
+// Finds the most frequent exponents of a sample, ties to the lowest exponent, and the plan with the fewest bits. Called
+// by the first warp. Destroys `counts`.
 __device__ __forceinline__ void choose_plan(int* counts, int sampled, Dictionary* found) {
   constexpr int kEach = 256 / kWarpSize;
-  int mine = 0; // count of the exponent whose rank is the lane
+  int mine = 0; // count of the exponent whose rank is the number of this lane
   uint32_t symbol = 0;
   for (int rank = 0; rank < kMostSymbols; ++rank) {
     uint32_t best = 0;
@@ -157,7 +157,7 @@ __device__ __forceinline__ void choose_plan(int* counts, int sampled, Dictionary
     }
     __syncwarp();
   }
-  // Places that are left over repeat the first.
+  // Unused places repeat the first symbol.
   const uint32_t top = __shfl_sync(kFullMask, symbol, 0);
   if (lane_id() < kMostSymbols) {
     found->symbols[lane_id()] = static_cast<uint8_t>(mine == 0 ? top : symbol);
@@ -181,7 +181,8 @@ __device__ __forceinline__ void choose_plan(int* counts, int sampled, Dictionary
   }
 }
 
-// The bytes of each block, in sizes; blocks lie `stride` bytes apart in out, at multiples of 8.
+// Encodes blocks and writes their sizes in bytes to `sizes`. Blocks are `stride` bytes apart in `out`, at multiples
+// of 8.
 template <typename Parts>
 __global__ void __launch_bounds__(kThreads) encode_blocks_kernel(
     const typename Parts::Bits* __restrict__ x, int64_t numel, int64_t stride, uint8_t* __restrict__ out,
@@ -204,7 +205,7 @@ __global__ void __launch_bounds__(kThreads) encode_blocks_kernel(
     int plan = -1, size = raw_size;
     if (rest_bytes < raw_bytes) {
       counts[thread] = 0;
-      // The padding of all parts.
+      // Writes zeros for the padding of all parts; other bytes of these words are overwritten later.
       if (thread < 8) {
         rest[padded_bytes(n) - 8 + thread] = 0;
         rest[rest_bytes - 8 + thread] = 0;
@@ -225,7 +226,7 @@ __global__ void __launch_bounds__(kThreads) encode_blocks_kernel(
     int at = header + rest_bytes, count = n, turn = 0, first = 0;
     for (int level = 0; plan >= 0 && level < kMostLevels && width_of(plan, level) != 0; ++level) {
       const int width = width_of(plan, level), symbols = (1 << width) - 1, words = num_words(count);
-      // A block that does not shrink is kept as it is, and never reaches into the next one.
+      // A block that would not shrink is stored unchanged, so that no block reaches into the next one.
       if (at + 8 * width * words >= raw_size) {
         plan = -1;
         break;
@@ -296,8 +297,8 @@ __global__ void __launch_bounds__(kThreads) encode_blocks_kernel(
   }
 }
 
-// Blocks from where they were encoded to one behind the other, behind a head of `table` bytes, which is written too.
-// starts [blocks + 1]. num_bytes: of the payload, or null.
+// Writes the head of a payload, `table` bytes, and moves the blocks behind it, without gaps. starts [blocks + 1] holds
+// the places of the blocks. Writes the size of the payload to `num_bytes` unless it is null.
 static __global__ void __launch_bounds__(kThreads) move_blocks_kernel(
     const uint8_t* __restrict__ from, int64_t stride, const int64_t* __restrict__ starts, int64_t blocks, Header header,
     int64_t table, uint8_t* __restrict__ payload, int64_t* __restrict__ num_bytes) {
@@ -308,7 +309,7 @@ static __global__ void __launch_bounds__(kThreads) move_blocks_kernel(
       *num_bytes = table + starts[blocks];
     }
     if (blocks % 2 != 0) {
-      sizes[blocks] = 0; // the padding
+      sizes[blocks] = 0; // padding
     }
   }
   for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
@@ -324,8 +325,8 @@ static __global__ void __launch_bounds__(kThreads) move_blocks_kernel(
   }
 }
 
-// starts [blocks]: the bytes of each block as the head of a payload says, or none where the head is not the one that is
-// expected; then `wrong` is 0.
+// Writes to starts [blocks] the size of each block by the head of a payload. If the head is not the expected one,
+// writes zeros and sets `wrong` to 0.
 static __global__ void __launch_bounds__(kThreads) read_head_kernel(
     const uint8_t* __restrict__ payload, int64_t blocks, Header expected, int64_t* __restrict__ starts,
     unsigned long long* __restrict__ wrong) {
@@ -340,8 +341,7 @@ static __global__ void __launch_bounds__(kThreads) read_head_kernel(
   }
 }
 
-// Ends blocks at the end of the payload that has them: those that went past it are then damaged like any of a wrong
-// size.
+// Clips blocks to the end of the payload. A block that reached beyond has a wrong size then and counts as damaged.
 static __global__ void __launch_bounds__(kThreads)
     clip_starts_kernel(int64_t* __restrict__ starts, int64_t blocks, int64_t bytes) {
   for (int64_t i = global_thread(); i <= blocks; i += num_threads()) {
@@ -349,7 +349,7 @@ static __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// starts [blocks + 1]: where each begins in the payload. wrong: the lowest damaged block, if it is lower.
+// Decodes the blocks that begin at starts [blocks + 1]. Lowers `wrong` to the number of the lowest damaged block.
 template <typename Parts>
 __global__ void __launch_bounds__(kThreads) decode_blocks_kernel(
     typename Parts::Bits* __restrict__ out, int64_t numel, const uint8_t* __restrict__ payload,
@@ -367,7 +367,7 @@ __global__ void __launch_bounds__(kThreads) decode_blocks_kernel(
     const uint8_t* const src = payload + start;
     const uint8_t* const rest = src + kBlockHeader;
     Bits* const to = out + block * kBlock;
-    // Sound blocks take multiples of 8 bytes; behind one that does not nothing can be read.
+    // Sound blocks take multiples of 8 bytes. After one that does not, no block is aligned, so none can be read.
     bool sound = start % 8 == 0 && size % 8 == 0 && size >= kBlockHeader && src[0] <= kNumPlans;
     const int plan = sound ? src[0] - 1 : -1;
     int at = static_cast<int>(kBlockHeader) + (plan < 0 ? padded_bytes(n * kItem) : Parts::rest_bytes(n));
@@ -387,7 +387,7 @@ __global__ void __launch_bounds__(kThreads) decode_blocks_kernel(
       at += 8 * width * words;
       first += (1 << width) - 1;
     }
-    // Marks on the padding would be escapes of no element.
+    // If `count` exceeds n, the padding holds escape codes, which belong to no element.
     sound = sound && count <= n && at + padded_bytes(count) == size;
     level = sound ? level : 0;
     for (int i = thread; sound && i < count; i += kThreads) {

@@ -1,7 +1,8 @@
-// Loops of coding exponents, compiled once per instruction set. A block of elements is cut into exponents, a byte each,
-// and the rest, which is kept as it is. Exponents are coded in levels: w bit planes give each a code of w bits, of
-// which the last one says that it is none of the level's 2^w - 1 exponents; those go to the next level, and after the
-// last level into bytes. Which widths and exponents a block takes follows from a sample of it.
+// Loops of coding exponents, compiled once per instruction set. A block of elements is split into exponents, one byte
+// each, and the remaining bits, which are stored unchanged. Exponents are coded in levels: w bit planes give each
+// exponent a code of w bits. The last code, an escape, means that the exponent is none of the 2^w - 1 symbols of the
+// level. Escapes go to the next level, and after the last level they are stored as bytes. A sample determines widths
+// and symbols of a block.
 #include "exponent/exponent_tables.h"
 
 #if defined(__AVX2__)
@@ -13,7 +14,7 @@ namespace {
 
 constexpr int64_t kWord = 64;
 constexpr int64_t kLine = 64;                 // bytes of a cache line
-constexpr int64_t kRoom = kBlock + 2 * kWord; // whole vectors are read and written behind the last escape
+constexpr int64_t kRoom = kBlock + 2 * kWord; // whole vectors are read and written beyond the last escape
 
 using Unaligned16 __attribute__((aligned(1), may_alias)) = uint16_t;
 
@@ -35,7 +36,7 @@ MOE_INLINE void store_word(uint8_t* p, uint64_t word) {
   __builtin_memcpy(p, &word, sizeof(word));
 }
 
-// Sixty-four bytes, and a word with a bit for each.
+// `Bytes` holds sixty-four bytes. Masks are words with one bit for each byte.
 #if defined(__AVX512F__)
 using Bytes = __m512i;
 MOE_INLINE Bytes load(const uint8_t* p) {
@@ -132,12 +133,12 @@ MOE_INLINE Bytes blend(uint64_t mask, Bytes a, Bytes b) {
 }
 #endif
 
-// The marked bytes side by side; writes up to 64.
+// Writes the marked bytes to `to` without gaps. May write up to 64 bytes.
 template <bool kMoves>
 MOE_INLINE void compress(uint8_t* to, const uint8_t* from, uint64_t mask) {
 #if defined(__AVX512F__)
   if constexpr (kMoves) {
-    // In assembly, since the file is not compiled for VBMI2.
+    // In assembly, because this file is not compiled for VBMI2.
     __m512i found;
     asm("vpcompressb %1, %0%{%2%}%{z%}" : "=v"(found) : "v"(load(from)), "Yk"(mask));
     store(to, found);
@@ -149,7 +150,7 @@ MOE_INLINE void compress(uint8_t* to, const uint8_t* from, uint64_t mask) {
   }
 }
 
-// Bytes that lie side by side to where the marks are.
+// Writes consecutive bytes of `from` to the marked places, and the bytes of `others` to the other places.
 template <bool kMoves>
 MOE_INLINE void expand(uint8_t* to, const uint8_t* from, uint64_t mask, Bytes others) {
 #if defined(__AVX512F__)
@@ -174,8 +175,8 @@ bool moves_bytes() {
 #endif
 }
 
-// Memory that the next block reads or writes, fetched by so many bytes for each word of this one: a block is computed
-// on in the first-level cache, and memory would be idle meanwhile.
+// Prefetch of the memory that the next block reads and writes, some bytes for each word of the current block. Without
+// it the memory would be idle while a block is computed in the L1 cache.
 struct Ahead {
   const uint8_t* read = nullptr;
   const uint8_t* written = nullptr;
@@ -191,7 +192,7 @@ struct Ahead {
   }
 };
 
-// Returns the number of escapes.
+// Encodes a level: writes its bit planes and its escapes. Returns the number of escapes.
 template <int kWidth, bool kMoves>
 int64_t encode_level(
     uint8_t* __restrict__ planes, const uint8_t* __restrict__ x, int64_t words, const uint8_t* symbols,
@@ -207,7 +208,7 @@ int64_t encode_level(
     const Bytes found = load(x + w * kWord);
     uint64_t plane[kWidth] = {}, known = 0;
     for (int code = 0; code < kSymbols; ++code) {
-      // A symbol that is there twice keeps its first code.
+      // A symbol that occurs twice in the list gets its first code.
       const uint64_t here = equal(found, wanted[code]) & ~known;
       known |= here;
       for (int j = 0; j < kWidth; ++j) {
@@ -265,7 +266,7 @@ void decode_level(
   }
 }
 
-// Calls f.operator()<width>().
+// Calls f.operator()<width>() with the width as a constant.
 template <typename F>
 MOE_INLINE auto with_width(int width, F f) {
   switch (width) {
@@ -280,11 +281,13 @@ MOE_INLINE auto with_width(int width, F f) {
   }
 }
 
-// The exponents of a sample by count, the most frequent first, and the plan of the fewest bits; -1 for none.
+// Writes the exponents of a sample to `symbols`, the most frequent first. Returns the plan with the fewest bits, or -1
+// if none saves any.
 int choose(uint8_t* symbols, const uint8_t* x, int64_t n) {
   uint16_t counts[4][256] = {}, sums[256];
   int64_t i = 0, sampled = 0;
-  // Four tables, since neighbours are often equal, and a counter waits for its last store.
+  // Four tables of counts: neighbours are often equal, and an increment must wait for the last store to the same
+  // counter.
   for (; i + 3 * kStride < n; i += 4 * kStride, sampled += 4) {
     for (int j = 0; j < 4; ++j) {
       ++counts[j][x[i + j * kStride]];
@@ -300,7 +303,7 @@ int choose(uint8_t* symbols, const uint8_t* x, int64_t n) {
   int64_t top[kMostSymbols] = {};
   int num_symbols = 0;
   for (int symbol = 0; symbol < 256; ++symbol) {
-    // Most are nowhere near: eight are left out at a time.
+    // Most exponents do not occur, so eight are skipped at a time.
     if (symbol % 8 == 0 && (load_word(bytes_of_sums + 2 * symbol) | load_word(bytes_of_sums + 2 * symbol + 8)) == 0) {
       symbol += 7;
       continue;
@@ -340,7 +343,7 @@ int choose(uint8_t* symbols, const uint8_t* x, int64_t n) {
   return best;
 }
 
-// -- the parts of an element: exponents and the rest, which is written and read ------------------------
+// -- the parts of an element: its exponent and the remaining bits -------------------------------------
 
 template <typename T>
 MOE_INLINE T rotated(T x) {
@@ -400,7 +403,7 @@ struct FloatParts {
   }
 };
 
-// Five bits of exponent; of the other eleven, eight lie in bytes and three in bit planes.
+// Five bits of exponent. Of the other eleven bits, eight are stored as a byte and three in bit planes.
 struct HalfParts {
   using Bits = uint16_t;
   static int64_t rest_bytes(int64_t n) {
@@ -455,7 +458,7 @@ int64_t encode_block(uint8_t* dst, const void* from, int64_t n) {
   const Bits* x = static_cast<const Bits*>(from);
   const int64_t raw_bytes = padded(n * static_cast<int64_t>(sizeof(Bits)));
   alignas(64) uint8_t level[2][kRoom];
-  // Planes of all levels, at most 8 bits an element, and a byte for each escape.
+  // Planes of all levels, at most 8 bits per element, and one byte for each escape.
   alignas(64) uint8_t coded[3 * kRoom];
   uint8_t* rest = dst + kBlockHeader;
   const int64_t rest_bytes = Parts::rest_bytes(n);
@@ -464,7 +467,7 @@ int64_t encode_block(uint8_t* dst, const void* from, int64_t n) {
   store_word(dst + 16, 0);
   int64_t size = kBlockHeader + raw_bytes;
   if (kBlockHeader + rest_bytes < size) {
-    store_word(rest + padded(n) - 8, 0); // the padding, which the parts are then written over
+    store_word(rest + padded(n) - 8, 0); // zeros for the padding; `split` overwrites the bytes before it
     store_word(rest + rest_bytes - 8, 0);
     Parts::split(level[0], rest, x, n);
     uint8_t symbols[kMostSymbols + 1] = {};
@@ -527,7 +530,7 @@ bool decode_block(void* to, const uint8_t* src, int64_t size, int64_t n) {
     return true;
   }
   const int* widths = kPlans[src[0] - 1];
-  // Begin of the planes of each level, and its elements: the escapes of the level before.
+  // Begin of the planes of each level, and the words of its elements, which are the escapes of the previous level.
   int64_t place[kMostLevels], words[kMostLevels];
   int64_t at = kBlockHeader + Parts::rest_bytes(n), count = n;
   int levels = 0;
@@ -543,7 +546,7 @@ bool decode_block(void* to, const uint8_t* src, int64_t size, int64_t n) {
       count += __builtin_popcountll(escapes_at(src + at, width));
     }
   }
-  // Marks on the padding would be escapes of no element.
+  // If `count` exceeds n, the padding holds escape codes, which belong to no element.
   if (count > n || at + padded(count) != size) {
     return false;
   }

@@ -12,17 +12,18 @@ constexpr int64_t kBlockHeader = 24;
 constexpr int64_t kHeader = 16;
 constexpr uint32_t kMagic = 0x31505845; // "EXP1"
 
-constexpr int64_t kStride = 9; // of the sample; odd, so that no column of a matrix is taken alone
+constexpr int64_t kStride = 9; // stride of the sample; odd, so that it does not stay in the same columns of a matrix
 constexpr int kMostLevels = 3, kMostSymbols = 22;
 
-// Widths of the levels, by the first byte of a block less one; 0 ends them. A block of 0 holds elements as they are.
+// Widths of the levels of each plan; 0 ends them. The first byte of a block is the index of its plan plus one, or 0 if
+// the block holds the elements unchanged.
 constexpr int kNumPlans = 8;
 constexpr int kPlans[kNumPlans][kMostLevels] = {{1, 2, 2}, {1, 2, 3}, {2, 2, 2}, {2, 2, 3},
                                                 {2, 3, 3}, {3, 3, 0}, {3, 4, 0}, {4, 3, 0}};
 
 enum Kind : uint32_t { kBFloat16 = 0, kHalf = 1, kFloat = 2, kNumKinds = 3 };
 
-// In front of a payload.
+// First bytes of a payload.
 struct Header {
   uint32_t magic;
   uint32_t kind;
@@ -31,9 +32,11 @@ struct Header {
 static_assert(sizeof(Header) == kHeader);
 
 struct Kernels {
-  // For n <= kBlock elements; dst has room for the header and the elements, padded to 8. Returns bytes written.
+  // Encodes n <= kBlock elements and returns the number of bytes written. `dst` must have room for the block header and
+  // the unchanged elements, padded to 8 bytes.
   int64_t (*encode[kNumKinds])(uint8_t* dst, const void* x, int64_t n);
-  // False where src, of size bytes, is no block of n elements; reads and writes within both.
+  // Decodes a block of n elements from `size` bytes. Returns false if these are no such block. Never reads or writes
+  // out of bounds.
   bool (*decode[kNumKinds])(void* out, const uint8_t* src, int64_t size, int64_t n);
 };
 

@@ -1,6 +1,6 @@
-// CPU side of the router product: library products in float over tiles of a fixed number of rows, which are converted
-// while they are in the cache. Every tile has as many rows, the last one filled up with zeros: the library orders its
-// sums by the shape of a product, so a token's logits have the same bits in any batch and for any number of threads.
+// Router product on CPU: library products in float over tiles of a fixed number of rows, which are converted while they
+// are in the cache. The last tile is padded with zeros to the same number of rows, because the library orders its sums
+// by the shape of a product. A token's logits therefore have the same bits in any batch and for any number of threads.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/stable/library.h>
 
@@ -29,9 +29,9 @@ using grouped_gemm::Tile;
 using grouped_gemm::view_of;
 
 constexpr int64_t kTileRows = 128;
-// Rows that a thread takes at a time, and with them the scratch of a tile.
+// Rows that a thread takes at a time. All tiles of a span share one scratch matrix.
 constexpr int64_t kSpanRows = 512;
-// Sums over tokens are cut into at most so many parts, each with a matrix of its own.
+// Largest number of parts into which a sum over tokens is cut. Each part has a matrix of its own.
 constexpr int64_t kMostParts = 16;
 
 std::vector<Tile> spans(int64_t num_rows, int64_t span_rows) {
@@ -63,7 +63,8 @@ Tensor dense(const Tensor& t, ScalarType dtype) {
   if (t.scalar_type() == dtype || acc_dtype(t.scalar_type()) != dtype) {
     return as_contiguous(t.scalar_type() == dtype ? t : torch::stable::to(t, dtype));
   }
-  // By our own loop: the way through the dispatcher takes longer than the product of a few tokens.
+  // Converted by a loop of this library, because a call through the dispatcher takes longer than the product of few
+  // tokens.
   const Tensor in = as_contiguous(t);
   Tensor out = new_on_cpu({t.size(0), t.size(1)}, dtype);
   dispatch_floating(
@@ -71,7 +72,7 @@ Tensor dense(const Tensor& t, ScalarType dtype) {
   return out;
 }
 
-// Rows [begin, end) of `in`, converted, then zeros: kTileRows in all.
+// Writes rows [begin, end) of `in`, converted, and then rows of zeros, kTileRows in all.
 template <typename T>
 void fill(acc_t<T>* out, const Tensor& in, int64_t begin, int64_t end) {
   const int64_t cols = in.size(1);
@@ -81,8 +82,8 @@ void fill(acc_t<T>* out, const Tensor& in, int64_t begin, int64_t end) {
   std::fill(out + (end - begin) * cols, out + kTileRows * cols, acc_t<T>(0));
 }
 
-// out = in @ right, [N, K] @ [K, M], a tile of rows at a time. In and Out may be narrower than the product's dtype; a
-// whole tile that needs no conversion is used where it lies.
+// Computes out = in @ right, [N, K] @ [K, M], by tiles of rows. In and Out may be narrower than Acc, the dtype of the
+// product. A whole tile that needs no conversion is used without a copy.
 template <typename In, typename Out, typename Acc>
 void tiled_product(const Tensor& out, const Tensor& in, const Tensor& right) {
   constexpr bool kConvertIn = !std::is_same_v<In, Acc>, kConvertOut = !std::is_same_v<Out, Acc>;
@@ -136,14 +137,14 @@ Tensor backward_x_cpu(
   return out;
 }
 
-// sum += left^T right
+// Computes sum += left^T right.
 void add_outer_products(const Tensor& sum, const Tensor& left, const Tensor& right) {
   const Tensor transposed = grouped_gemm::rows_transposed(left, 0, left.size(0));
   STABLE_TORCH_ERROR_CODE_CHECK(
       aoti_torch_cpu_addmm_out(sum.get(), sum.get(), transposed.get(), right.get(), 1.0, 1.0));
 }
 
-// parts[p] = the sum over the tokens of part p.
+// Sets parts[p] to the sum over the tokens of part p.
 template <typename T>
 void sum_parts(const Tensor& parts, const Tensor& grad, const Tensor& x, int64_t part_rows) {
   const int64_t size = parts.size(1) * parts.size(2);
@@ -174,7 +175,7 @@ Tensor backward_weight_cpu(
   check_backward_weight(grad, x, dtype);
   const int64_t num_tokens = x.size(0), num_experts = grad.size(1), dim = x.size(1);
   const Tensor in = with_dense_rows(x), rows_grad = with_dense_rows(grad);
-  // Whole tiles, as many in every part but the last.
+  // All parts but the last have the same number of whole tiles.
   const int64_t num_tiles = (num_tokens + kTileRows - 1) / kTileRows;
   const int64_t part_rows = std::max<int64_t>(1, (num_tiles + kMostParts - 1) / kMostParts) * kTileRows;
   const int64_t num_parts = (num_tokens + part_rows - 1) / part_rows;

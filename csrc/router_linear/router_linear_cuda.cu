@@ -1,6 +1,6 @@
-// CUDA side of the router product, all of it the library's. Logits of 16-bit tokens and weights are one product that
-// sums in float32 and returns it, as are gradients of bfloat16 tokens, by parts in bfloat16 of what is float32; what
-// the library has no such product for is upcast by parts of the tokens.
+// Router product on CUDA, by products of torch's library on the current stream. Logits of 16-bit tokens and weights are
+// one product with sums and result in float32. So are gradients of bfloat16 tokens, for which float32 operands are
+// split into parts in bfloat16. For all other dtypes, tokens are upcast, a part of them at a time.
 #include <algorithm>
 
 #include "common/dispatch.h"
@@ -22,7 +22,7 @@ using torch::stable::new_empty;
 using torch::stable::to;
 using torch::stable::transpose;
 
-// Bytes of the upcast tokens of one part: large enough to fill the device, small beside the activations of a layer.
+// Bytes of upcast tokens per part: large enough to fill the device, but small beside the activations of a layer.
 constexpr int64_t kPartBytes = int64_t{32} << 20;
 
 int64_t part_rows(int64_t row_bytes) {
@@ -42,12 +42,13 @@ Tensor as_dtype(const Tensor& t, ScalarType dtype) {
   return t.scalar_type() == dtype ? t : to(t, dtype);
 }
 
-// A view of all rows. Products with a result that is given refuse operands that require a gradient; views do not.
+// A view of all rows. torch refuses products into a given result if an operand requires a gradient. A view made by
+// from_blob does not require one.
 Tensor all_rows(const Tensor& t) {
   return rows_of(t, 0, t.size(0));
 }
 
-// a @ b in float32 from 16-bit operands of one dtype.
+// Returns a @ b in float32, for 16-bit operands of one dtype.
 Tensor mm_to_float(const Tensor& a, const Tensor& b) {
   using torch::stable::detail::from;
   std::array<StableIValue, 3> stack = {from(a), from(b), from(ScalarType::Float)};
@@ -66,13 +67,13 @@ bool has_wide_product(const Tensor& x, const Tensor& weight) {
   return x.element_size() == 2 && x.scalar_type() == weight.scalar_type();
 }
 
-// Tokens that one product sums in float32, so that what tensor cores cut off what they add does not grow further.
+// Most tokens that one product sums. The truncation error of tensor cores grows with the number of terms of a product.
 constexpr int64_t kSumTokens = 8192;
-// Elements from which on a product has a tile of 128 x 128 for every SM: the library then cuts none of its sums into
-// parts, which it might add in bfloat16.
+// Elements of a result from which on it has a 128 x 128 tile for every SM. The library then does not split its sums
+// into parts, which it might add in bfloat16.
 constexpr int64_t kWholeSums = int64_t{1} << 22;
 
-// The blocks of t, side by side or one below the other.
+// Returns the blocks of t, side by side or one below the other.
 Tensor split(const Tensor& t, const Blocks& blocks, bool side_by_side, cudaStream_t stream) {
   const Tensor in = t.stride(1) == 1 ? t : torch::stable::contiguous(t);
   const int64_t rows = in.size(0), cols = in.size(1);
@@ -91,7 +92,7 @@ Tensor split(const Tensor& t, const Blocks& blocks, bool side_by_side, cudaStrea
   return out;
 }
 
-// The tokens' gradient, in bfloat16, by parts.
+// Computes the tokens' gradient in bfloat16, by products of parts.
 void backward_x_by_parts(const Tensor& out, const Tensor& grad, const Tensor& weight, cudaStream_t stream) {
   const bool narrow = weight.scalar_type() == ScalarType::BFloat16;
   const Tensor left = split(grad, narrow ? kThreeParts : kLeftOfSix, true, stream);
@@ -104,7 +105,7 @@ void backward_x_by_parts(const Tensor& out, const Tensor& grad, const Tensor& we
   }
 }
 
-// The sum over the tokens, [E, D] in float32, of bfloat16 tokens by parts.
+// Returns the weight's gradient [E, D] in float32 for bfloat16 tokens, by products of parts.
 Tensor backward_weight_by_parts(const Tensor& grad, const Tensor& x, cudaStream_t stream) {
   const int64_t num_tokens = x.size(0), num_experts = grad.size(1), dim = x.size(1);
   const Tensor left = split(grad, kThreeParts, true, stream);
@@ -170,7 +171,7 @@ Tensor backward_x_cuda(
   return out;
 }
 
-// grad^T x: every part's product has a matrix of its own, and those are added in order.
+// Returns grad^T x. The product of each part of the tokens has a matrix of its own; these are added in order.
 Tensor backward_weight_cuda(
     Tensor grad,        // [T, E]
     Tensor x,           // [T, D]

@@ -1,6 +1,6 @@
-// Matrices as parts in bfloat16, for products on tensor cores: x = high + middle + low, 8 bits each, exact above
-// 2^-110. A product of parts is exact in float32. One library product of 16-bit matrices, of which one is a row of
-// blocks and the other a column of blocks, sums the products of parts that are wanted, the smallest first.
+// Split of matrices into parts in bfloat16, for products on tensor cores: x = high + middle + low, 8 bits each, exact
+// above 2^-110. A product of two parts is exact in float32. A library product of a row of blocks with a column of
+// blocks adds the wanted products of parts, the smallest first.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,18 +17,19 @@ namespace moe_ext::router_linear {
 
 constexpr int kMostBlocks = 6;
 
-// The part that each block holds: 0 is high.
+// The part that each block holds: 0 is high, 1 is middle, 2 is low.
 struct Blocks {
   int count;
   int parts[kMostBlocks];
 };
 
-// The sum of the blocks' products is that of float32 with bfloat16, and of float32 with itself without the three
-// products that are below (2^-23 + 2^-32) of it.
+// kThreeParts times kOnePart is the product of float32 with bfloat16. kLeftOfSix times kRightOfSix is that of float32
+// with float32, without three products of parts that are below (2^-23 + 2^-32) of it.
 constexpr Blocks kThreeParts = {3, {2, 1, 0}}, kOnePart = {3, {0, 0, 0}};
 constexpr Blocks kLeftOfSix = {6, {0, 1, 2, 0, 1, 0}}, kRightOfSix = {6, {2, 1, 0, 1, 0, 0}};
 
-// Element (row, col) of block b of `out` is at b block_stride + row row_stride + col. A warp a row.
+// Writes the blocks of `in`. Element (row, col) of block b of `out` is at b block_stride + row row_stride + col. A warp
+// handles a row.
 template <typename T, int kSize>
 __global__ void __launch_bounds__(kThreads) split_kernel(
     const T* __restrict__ in, int64_t rows, int64_t cols, int64_t in_stride, Blocks blocks, int64_t block_stride,
