@@ -129,7 +129,7 @@ struct HalfParts {
 // Symbols and plan of a block, shared by its threads during encoding.
 struct Dictionary {
   uint8_t symbols[kMostSymbols];
-  int plan; // -1 for none
+  int plan; // -1 if the block is stored unchanged
 };
 
 // Finds the most frequent exponents of a sample, ties to the lowest exponent, and the plan with the fewest bits. Called

@@ -7,7 +7,7 @@
 
 namespace moe_ext::exponent {
 
-constexpr int64_t kBlock = 8192; // elements
+constexpr int64_t kBlock = 8192; // elements of a block
 constexpr int64_t kBlockHeader = 24;
 constexpr int64_t kHeader = 16;
 constexpr uint32_t kMagic = 0x31505845; // "EXP1"

@@ -85,9 +85,9 @@ struct GateKernels {
       const GateWeightsArgs<T>& args, int64_t begin, int64_t end, Acc* score_sum, int64_t* counts, Acc* scratch);
   // Returns the first token with an index outside of [-1, E), from which on nothing is written, or -1.
   int64_t (*gate_backward)(const GateGradArgs<T>& args, int64_t begin, int64_t end, Acc* scratch);
-  // sum_t (log sum_e exp(logits[t][e]))^2
+  // Returns sum_t (log sum_e exp(logits[t][e]))^2 over the real tokens.
   double (*z_loss)(const ZLossArgs<T>& args, int64_t begin, int64_t end, Acc* scratch);
-  // grad[t][e] = factor * log sum exp(logits[t]) * softmax(logits[t])[e]
+  // Computes grad[t][e] = factor * log sum exp(logits[t]) * softmax(logits[t])[e].
   void (*z_loss_backward)(const ZLossArgs<T>& args, T* grad, Acc factor, int64_t begin, int64_t end, Acc* scratch);
 };
 

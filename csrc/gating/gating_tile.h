@@ -136,7 +136,7 @@ MOE_INLINE void store_quads(float* const* rows, int64_t e, Quads r) {
   _mm_storeu_ps(rows[12] + e, _mm512_extractf32x4_ps(r, 3));
 }
 
-// to[j][i] = from[i][j] for the 4 x 4 numbers in each 16 bytes of four vectors.
+// Transposes the 4 x 4 numbers in each 16 bytes of four vectors, in place.
 MOE_INLINE void transpose_quads(Quads& r0, Quads& r1, Quads& r2, Quads& r3) {
   const __m512 a = _mm512_unpacklo_ps(r0, r1), b = _mm512_unpacklo_ps(r2, r3);
   const __m512 c = _mm512_unpackhi_ps(r0, r1), d = _mm512_unpackhi_ps(r2, r3);
@@ -156,7 +156,7 @@ MOE_INLINE void store_quads(float* const* rows, int64_t e, Quads r) {
   _mm_storeu_ps(rows[4] + e, _mm256_extractf128_ps(r, 1));
 }
 
-// to[j][i] = from[i][j] for the 4 x 4 numbers in each 16 bytes of four vectors.
+// Transposes the 4 x 4 numbers in each 16 bytes of four vectors, in place.
 MOE_INLINE void transpose_quads(Quads& r0, Quads& r1, Quads& r2, Quads& r3) {
   const __m256 a = _mm256_unpacklo_ps(r0, r1), b = _mm256_unpacklo_ps(r2, r3);
   const __m256 c = _mm256_unpackhi_ps(r0, r1), d = _mm256_unpackhi_ps(r2, r3);
@@ -185,7 +185,7 @@ MOE_INLINE void store_quads(float* const* rows, int64_t e, Quads r) {
   store<float>(rows[0] + e, r);
 }
 
-// to[j][i] = from[i][j].
+// Transposes the 4 x 4 numbers of four vectors, in place.
 MOE_INLINE void transpose_quads(Quads& r0, Quads& r1, Quads& r2, Quads& r3) {
   const Quads a = shuffle<0, 4, 1, 5>(r0, r1), b = shuffle<0, 4, 1, 5>(r2, r3);
   const Quads c = shuffle<2, 6, 3, 7>(r0, r1), d = shuffle<2, 6, 3, 7>(r2, r3);

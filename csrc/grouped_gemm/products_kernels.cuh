@@ -76,7 +76,7 @@ struct SharedTile {
   }
 };
 
-// A tile of an operand: kSize rows or columns of the output by kDepth terms.
+// A tile of an operand, for kSize rows or columns of the output and kDepth terms.
 template <typename T, typename Of, bool kAlong>
 using OperandTile =
     SharedTile<T, kAlong ? Tiling<Of>::kSize : Tiling<Of>::kDepth, kAlong ? Tiling<Of>::kDepth : Tiling<Of>::kSize>;

@@ -20,7 +20,7 @@ __attribute__((weak)) void omp_set_num_threads(int);
 
 namespace moe_ext::grouped_gemm {
 
-// Limits the libraries to one thread for the products of this thread, and undoes it.
+// Limits the libraries to one thread for products of the calling thread, until the object is destroyed.
 class OneThread {
  public:
   OneThread() {

@@ -171,8 +171,8 @@ __device__ void rank_noisy(
 // Thresholds of the load, read from scratch.list. They must be read before scratch.list is replaced by its softmax.
 template <typename Acc>
 struct Thresholds {
-  Acc of_chosen; // h of rank K + 1
-  Acc of_others; // h of rank K
+  Acc of_chosen; // h of rank K + 1, the threshold of chosen experts
+  Acc of_others; // h of rank K, the threshold of the others
 
   __device__ __forceinline__ Thresholds(const NoisyScratch<Acc>& scratch, const NoisyOptions& options)
       : of_chosen(options.top_k < options.num_experts ? scratch.list[options.top_k] : -kInfinity<Acc>),

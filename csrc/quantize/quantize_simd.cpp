@@ -177,8 +177,7 @@ MOE_INLINE void keep_rest(
   }
 }
 
-// `squeeze` packs the low kBits of eight bytes without gaps. The inverse below puts them into the high bits of eight
-// bytes.
+// Packs the low kBits of eight bytes without gaps; `spread` moves them back, to the high bits of eight bytes.
 template <int64_t kBits>
 MOE_INLINE uint64_t squeeze(uint64_t word) {
   constexpr uint64_t kOne = (uint64_t{1} << kBits) - 1, kTwo = (uint64_t{1} << 2 * kBits) - 1;

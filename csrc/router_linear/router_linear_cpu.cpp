@@ -42,7 +42,7 @@ std::vector<Tile> spans(int64_t num_rows, int64_t span_rows) {
   return tiles;
 }
 
-// A matrix of kTileRows rows in Acc that owns its memory.
+// A matrix of kTileRows rows in Acc, with its memory.
 template <typename Acc>
 struct Scratch {
   std::unique_ptr<Acc[]> memory;

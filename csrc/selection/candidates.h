@@ -27,7 +27,7 @@ Acc signed_value(key_t<Acc> key, uint32_t offset) {
   return bit_cast<Acc>(key | static_cast<key_t<Acc>>(offset & kSignBit) << kShift);
 }
 
-// Candidates of segment s are [begin[s], begin[s + 1]).
+// Candidates of all segments; those of segment s have the numbers [begin[s], begin[s + 1]).
 template <typename Acc>
 struct Candidates {
   using Key = key_t<Acc>;

@@ -7,7 +7,7 @@
 namespace moe_ext::topk::MOE_ISA {
 namespace {
 
-// Least key from which on neither x nor factor * x is subnormal.
+// Key from which on neither x nor factor * x can be subnormal.
 MOE_INLINE uint32_t normal_from(float factor) {
   const float bound = factor >= 1 || factor == 0 ? 0x1p-126f : factor > 0x1p-100f ? 0x1p-125f / factor : 0x1p-25f;
   return key_of(bound);

@@ -67,7 +67,7 @@ struct Thresholds {
   int64_t target;
 };
 
-// State of the search for the smallest selected key of a scope.
+// Progress of the search for the smallest selected key of a scope.
 template <typename Key>
 struct Search {
   Key low;                  // bound of the feed: only keys from `low` on are set aside

@@ -19,7 +19,7 @@ namespace {
 using torch::stable::new_empty;
 using torch::stable::parallel_for;
 
-constexpr int64_t kPiece = 32768; // elements, a multiple of 64
+constexpr int64_t kPiece = 32768; // elements of a piece, a multiple of 64
 
 template <typename Bits>
 const MaskKernels<Bits>& table_of() {
@@ -117,7 +117,8 @@ std::vector<int64_t> places_of_rows(const uint8_t* bitmap, int64_t num_rows, int
   return first;
 }
 
-// x [num_tokens, dim], bitmap [num_rows, dim / 8], out [num_tokens, num_rows].
+// Computes out [num_tokens, num_rows] from x [num_tokens, dim] and the marks of bitmap [num_rows, dim / 8]. `first` is
+// the result of `places_of_rows`.
 template <typename T, typename Bits>
 void multiply(
     T* out, const T* x, const Bits* values, const uint8_t* bitmap, int64_t num_tokens, int64_t dim, int64_t num_rows,

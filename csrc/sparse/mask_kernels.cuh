@@ -16,7 +16,7 @@
 namespace moe_ext::mask {
 
 constexpr int64_t kWord = 32;
-constexpr int64_t kTile = kThreads * kWord; // elements
+constexpr int64_t kTile = kThreads * kWord; // elements of a tile
 
 inline int64_t num_tiles(int64_t numel) {
   return ceil_div(numel, kTile);

@@ -26,7 +26,7 @@ constexpr uint16_t kMagic = 0x584D; // "MX"
 constexpr uint8_t kVersion = 1;
 constexpr uint8_t kHasChecksum = 1;
 constexpr int64_t kRun = 65536;
-constexpr int64_t kLongestGap = 9; // bytes, for gaps below 2^63
+constexpr int64_t kLongestGap = 9; // most bytes of a gap, as gaps are below 2^63
 
 struct Header {
   uint16_t magic;
