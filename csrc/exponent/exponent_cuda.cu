@@ -1,6 +1,5 @@
 // Coding of exponents on CUDA, on the current stream. The host waits for the length of an encoded payload and, in
-// decoding, for the sizes of the blocks and the check that none is damaged. With rows of one length the host never
-// waits.
+// decoding, for the sizes of the blocks and the check that none is damaged. With rows the host never waits.
 #include <cstring>
 
 #include "common/dispatch.h"

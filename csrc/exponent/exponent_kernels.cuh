@@ -181,8 +181,7 @@ __device__ __forceinline__ void choose_plan(int* counts, int sampled, Dictionary
   }
 }
 
-// Encodes blocks and writes their sizes in bytes to `sizes`. Blocks are `stride` bytes apart in `out`, at multiples
-// of 8.
+// Encodes blocks and writes their sizes in bytes to `sizes`. Blocks are `stride` bytes apart, at multiples of 8.
 template <typename Parts>
 __global__ void __launch_bounds__(kThreads) encode_blocks_kernel(
     const typename Parts::Bits* __restrict__ x, int64_t numel, int64_t stride, uint8_t* __restrict__ out,

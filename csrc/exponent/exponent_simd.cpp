@@ -281,13 +281,11 @@ MOE_INLINE auto with_width(int width, F f) {
   }
 }
 
-// Writes the exponents of a sample to `symbols`, the most frequent first. Returns the plan with the fewest bits, or -1
-// if none saves any.
+// Writes the exponents of a sample to `symbols`, the most frequent first. Returns the plan with the fewest bits, or -1.
 int choose(uint8_t* symbols, const uint8_t* x, int64_t n) {
   uint16_t counts[4][256] = {}, sums[256];
   int64_t i = 0, sampled = 0;
-  // Four tables of counts: neighbours are often equal, and an increment must wait for the last store to the same
-  // counter.
+  // Four tables: neighbours are often equal, and an increment must wait for the last store to the same counter.
   for (; i + 3 * kStride < n; i += 4 * kStride, sampled += 4) {
     for (int j = 0; j < 4; ++j) {
       ++counts[j][x[i + j * kStride]];

@@ -35,8 +35,7 @@ struct Kernels {
   // Encodes n <= kBlock elements and returns the number of bytes written. `dst` must have room for the block header and
   // the unchanged elements, padded to 8 bytes.
   int64_t (*encode[kNumKinds])(uint8_t* dst, const void* x, int64_t n);
-  // Decodes a block of n elements from `size` bytes. Returns false if these are no such block. Never reads or writes
-  // out of bounds.
+  // Decodes a block of n elements from `size` bytes, within bounds. Returns false if these are no such block.
   bool (*decode[kNumKinds])(void* out, const uint8_t* src, int64_t size, int64_t n);
 };
 

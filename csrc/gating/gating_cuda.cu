@@ -1,5 +1,4 @@
-// The gate and the router losses on CUDA: allocation and launches on the current stream. The host never waits for the
-// device.
+// Gate and router losses on CUDA: allocation and launches on the current stream, without host synchronisation.
 #include <tuple>
 
 #include "common/dispatch.h"

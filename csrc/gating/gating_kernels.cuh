@@ -1,8 +1,8 @@
 // The gate, one warp per token. Lane l holds the experts l, l + 32, ... in shared memory that no other lane accesses
 // unless groups are limited. Forward: maximum, exp, sum, score_sum, group limit, K rounds of the warp's best key,
-// weights. Sums and counts are added by warp, by block, and by a second kernel over blocks, each in a fixed order, so
-// the bits depend only on the size of the device. No token is refused, because an error would need a host
-// synchronisation. Instead a missing choice becomes -1 with weight 0, or traps with kCheck.
+// weights. Sums and counts are added by warp, by block, and by a second kernel over blocks, each in a fixed order. The
+// bits depend only on the size of the device. No token is refused, because an error would need a host synchronisation.
+// Instead a missing choice becomes -1 with weight 0, or traps with kCheck.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -168,8 +168,7 @@ __device__ void limit_groups(const WarpScratch<Acc>& scratch, const GateOptions&
   }
 }
 
-// Writes idx, adds to the counts, and puts the chosen logits or scores, from which weights are computed, into
-// scratch.chosen.
+// Writes idx, adds to the counts, and puts the chosen logits or scores into scratch.chosen for write_weights.
 template <typename T, bool kCheck>
 __device__ void select_experts(
     const GateArgs<T>& args, const WarpScratch<acc_t<T>>& scratch, const T* row, int64_t token) {

@@ -7,8 +7,7 @@ namespace moe_ext::gating::MOE_ISA {
 namespace {
 
 // Writes the K largest keys of each lane and their experts, descending; ties go to the lower expert. Missing experts
-// are -1 if fewer than K keys are above -inf. An expert is inserted before the first smaller key, and later entries
-// move by one.
+// are -1 if fewer than K keys are above -inf. An expert is inserted before the first smaller key.
 template <typename Acc, int64_t kTopK>
 void select_fixed(Acc* list, Int<Acc>* idx, const Acc* keys, int64_t num_experts) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;

@@ -90,8 +90,7 @@ MOE_INLINE Acc reduce_lanes(Acc* lanes) {
   return lanes[0];
 }
 
-// Adds scores to sixteen sums per expert, whatever the width of a vector, so that every instruction set adds in the
-// same order.
+// Adds scores to sixteen sums per expert, so that instruction sets with any width of vectors add in the same order.
 template <typename Acc>
 MOE_INLINE void add_scores(const Tile<Acc>& tile, Acc* sums, Vec<Acc> factor, int64_t num_experts) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
@@ -157,8 +156,7 @@ struct Choices {
 MOE_INLINE Choices look_at(const int64_t* idx, int64_t count, int64_t n) {
   Choices found;
   for (int64_t i = 0; i < count; ++i) {
-    // The sign bit is set if either term is negative. If a huge index makes one term wrap around, the other is
-    // negative.
+    // The sign bit is set if either term is negative. If one term wraps around, the other is negative.
     const uint64_t choice = static_cast<uint64_t>(idx[i]);
     found.outside |= static_cast<int64_t>((choice + 1) | (static_cast<uint64_t>(n - 1) - choice));
     found.none |= idx[i];
@@ -180,8 +178,7 @@ MOE_INLINE int64_t expert_of(int64_t choice) {
 }
 
 // Loads the logits of the chosen experts into tile.chosen, and the gradients of their weights into tile.list. A choice
-// of -1 gets the logit -inf, hence no weight, and a zero gradient. Lanes from `tokens` on hold garbage, which is not
-// read.
+// of -1 gets the logit -inf, hence no weight, and a zero gradient. Lanes from `tokens` on hold garbage.
 template <typename T, typename Acc>
 MOE_INLINE void load_chosen(
     const Tile<Acc>& tile, const GateGradArgs<T>& args, int64_t first, int64_t tokens, bool has_none) {
@@ -244,8 +241,7 @@ MOE_INLINE void scores_backward(
 }
 
 // Replaces the chosen logits in tile.chosen by scale q f'/f (g - <q, g>), the gradient through weights q that are
-// scores divided by their sum over the chosen experts. For weights that are not renormalised, the term <q, g> is
-// absent.
+// scores divided by their sum over the chosen experts. Without renormalisation, <q, g> is absent.
 template <typename Acc>
 MOE_INLINE void weights_backward(const Tile<Acc>& tile, const GateOptions& options) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
@@ -408,8 +404,7 @@ MOE_INLINE Vec<Acc> logsumexp(const Tile<Acc>& tile, Acc* lse, int64_t n) {
   const Vec<Acc> sum = column_sum(tile.score, n);
   for (int64_t lane = 0; lane < kLanes; ++lane) {
     lse[lane] = top[lane] + log_acc(sum[lane]);
-    // If all logits are -inf, or one is +inf, x - max was NaN, although the result is infinite (NaN only for a NaN
-    // logit).
+    // If all logits are -inf, or one is +inf, x - max was NaN, but the result is infinite without a NaN logit.
     if (top[lane] == kInfinity<Acc> || top[lane] == -kInfinity<Acc>) {
       lse[lane] = top[lane];
       for (int64_t e = 0; e < n; ++e) {

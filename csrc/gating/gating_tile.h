@@ -166,7 +166,7 @@ MOE_INLINE void transpose_quads(Quads& r0, Quads& r1, Quads& r2, Quads& r3) {
   r3 = _mm256_shuffle_ps(c, d, 0xEE);
 }
 #else
-// Selects four elements of a (0 to 3) and b (4 to 7). GCC before 12 has no __builtin_shufflevector, and Clang has no
+// Selects elements of a (0 to 3) and b (4 to 7). GCC before 12 has no __builtin_shufflevector, Clang no
 // __builtin_shuffle.
 template <int kFirst, int kSecond, int kThird, int kFourth>
 MOE_INLINE Quads shuffle(Quads a, Quads b) {
@@ -252,8 +252,7 @@ MOE_INLINE void ask_for_next_tile(const T* rows, int64_t first, int64_t n) {
   }
 }
 
-// Loads the logits of the tokens from `first` on into tile.x. A lane that is not active gets zeros; its logits are not
-// read.
+// Loads the logits of the tokens from `first` on into tile.x. A lane that is not active gets zeros without a read.
 template <typename T, typename Acc>
 MOE_INLINE void load_tile(const Tile<Acc>& tile, const Acc* active, const T* logits, int64_t first, int64_t n) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
@@ -325,8 +324,7 @@ MOE_INLINE void load_mask(Acc* active, const bool* token_mask, int64_t first, in
   }
 }
 
-// Maximum over experts. Here and below, two accumulators halve the chain of dependent operations. A NaN after the first
-// row is ignored.
+// Maximum over experts, without NaN after the first row. Two accumulators halve the chain of dependent operations.
 template <typename Acc>
 MOE_INLINE Vec<Acc> column_max(const Acc* x, int64_t n) {
   constexpr int64_t kLanes = Lanes<Acc>::kCount;
@@ -411,8 +409,7 @@ MOE_INLINE void with_slope(ScoreFn fn, Loop loop) {
   }
 }
 
-// Fills tile.score and sets `finite`. Returns the factor by which the scores of a lane sum to one; 0 in a lane that is
-// not active.
+// Fills tile.score and sets `finite`. Returns the factor by which a lane's scores sum to one, or 0 if it is not active.
 template <typename Acc>
 MOE_INLINE Vec<Acc> compute_scores(
     const Tile<Acc>& tile, ScoreFn fn, int64_t num_experts, const Acc* active, IntVec<Acc>& finite) {

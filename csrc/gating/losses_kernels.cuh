@@ -37,8 +37,7 @@ struct LogSumExp {
   Acc inverse; // 1 / sum of exp(x - top)
 };
 
-// Computes log sum exp of a row. The result is -inf for a row of -inf, +inf for a row with +inf, and NaN for one with
-// NaN.
+// Computes log sum exp of a row. The result is -inf for a row of -inf, +inf for one with +inf, NaN for one with NaN.
 template <typename T>
 __device__ LogSumExp<acc_t<T>> logsumexp(const T* row, int num_experts) {
   using Acc = acc_t<T>;

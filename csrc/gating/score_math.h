@@ -7,8 +7,7 @@
 namespace moe_ext::gating {
 namespace {
 
-// log(1 + exp(x)). The factor e / (u - 1) undoes the rounding of u = 1 + e, so that the relative error stays small for
-// large negative x.
+// log(1 + exp(x)). The factor e / (u - 1) undoes the rounding of u = 1 + e, for a small relative error far below zero.
 template <typename Acc>
 MOE_INLINE Acc softplus(Acc x) {
   const Acc e = exp_acc(x < 0 ? x : -x);

@@ -1,5 +1,4 @@
-// Grouped matrix product on CPU: library products of the tiles of experts, each written directly to its slice of the
-// result.
+// Grouped matrix product on CPU: library products of the tiles of experts, each written to its slice of the result.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/stable/library.h>
 
@@ -93,8 +92,7 @@ bool is_widened(const Tensor& x) {
 #endif
 }
 
-// Scratch bytes of a widened product [rows, cols] with sums of `terms` terms: blocks of the sums, of a, of b and the
-// bias.
+// Scratch bytes of a widened product [rows, cols] of `terms` terms: blocks of the sums, of a, of b and the bias.
 int64_t wide_bytes(int64_t rows, int64_t cols, int64_t terms) {
   const int64_t width = std::min(cols, kWideColumns);
   const int64_t depth = std::min(terms, kWideTerms);

@@ -33,9 +33,8 @@ bool is_row_major(const Tensor& t) {
 }
 
 // Returns the rows for torch's kernel, or nullopt if the kernel does not support this device, dtype or width. Rows are
-// copied if the kernel would refuse them, or would abort the process because groups of columns do not start at
-// multiples of 16 bytes. `out_columns` must be multiples of 16 bytes, because the kernel would otherwise pad the rows
-// of its output.
+// copied if the kernel would refuse them. It would even abort the process if groups of columns did not start at
+// multiples of 16 bytes. If `out_columns` were no multiple of 16 bytes, the kernel would pad the rows of its output.
 std::optional<Tensor> rows_for_torch(const Tensor& t, int64_t num_groups, int64_t out_columns) {
   const int capability = device_properties().compute_capability;
   const bool fits = t.scalar_type() == ScalarType::BFloat16 && (capability == 9 || capability == 10) && t.numel() > 0 &&
@@ -162,8 +161,7 @@ Tensor grouped_mm_cuda(
 // not support the arguments.
 std::optional<Tensor> torch_backward_weight(const Tensor& grad, const Tensor& x, const Tensor& offsets) {
   const int64_t num_experts = num_experts_of(offsets);
-  // If offsets are given, they serve as ends of E + 1 groups, of which the first holds the rows before the first
-  // expert.
+  // Offsets serve as ends of E + 1 groups, of which the first holds the rows before the first expert.
   const int64_t num_products = offsets.size(0);
   const auto rows = num_experts > 0 ? rows_for_torch(x, num_products, x.size(1)) : std::nullopt;
   const auto grad_rows = rows ? rows_for_torch(grad, num_products, x.size(1)) : std::nullopt;

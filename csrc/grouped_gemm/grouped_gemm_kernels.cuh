@@ -141,8 +141,7 @@ __global__ void __launch_bounds__(kNumThreads)
   }
 }
 
-// Calls f<kSize>() with the elements per access: those of 16 bytes if rows of `dim` at all these addresses allow it,
-// otherwise 1.
+// Calls f<kSize>() with the elements per access: 16 bytes if rows of `dim` at all these addresses allow it, else one.
 template <typename T, typename F, typename... Pointers>
 void with_row_access(int64_t dim, F&& f, const Pointers*... pointers) {
   if (rows_are_aligned(dim * static_cast<int64_t>(sizeof(T)), pointers...)) {

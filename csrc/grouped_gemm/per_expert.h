@@ -11,8 +11,7 @@
 
 namespace moe_ext::grouped_gemm {
 
-// Shape and strides of a 2-D view. A view does not own its memory: it must not outlive the tensor that it was made
-// from.
+// Shape and strides of a 2-D view. A view does not own its memory and must not outlive its tensor.
 struct Matrix {
   int64_t rows;
   int64_t cols;

@@ -6,8 +6,7 @@
 //   loaded element by element. 16 bits: mma.m16n8k16 with float32 sums. float32: x = high + middle + low, three
 //   bfloat16 (exact above 2^-110). The three smallest of their nine products, below 2^-23 |x| |w|, are left out. The
 //   other six are summed for each 16 terms alone, smallest first, and ordinary additions add these sums. Tensor cores
-//   truncate instead of rounding, and that error would otherwise grow with the number of terms. float64: no tensor
-//   cores.
+//   truncate instead of rounding, an error that would grow with the number of terms. float64: no tensor cores.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -9,9 +9,8 @@
 #include <cstdint>
 #include <vector>
 
-// Thread counts of the libraries inside torch; null if torch was built without them. A library plans a product for the
-// number of threads that it may use, even inside a parallel region, where it gets only one. The plan determines the
-// order of the sums.
+// Thread counts of the libraries inside torch; null if torch was built without them. A library plans a product, and so
+// the order of its sums, for the number of threads that it may use, even in a parallel region, where it gets one.
 extern "C" {
 __attribute__((weak)) int MKL_Set_Num_Threads_Local(int);
 __attribute__((weak)) int omp_get_max_threads();
@@ -24,8 +23,7 @@ namespace moe_ext::grouped_gemm {
 class OneThread {
  public:
   OneThread() {
-    // The first call in a thread makes torch set the limits of this thread, which would otherwise override those set
-    // below.
+    // The first such call in a thread makes torch set the thread's limits, which must not override those below.
     torch::stable::get_num_threads();
     if (omp_set_num_threads != nullptr && omp_get_max_threads != nullptr) {
       omp_before_ = omp_get_max_threads();

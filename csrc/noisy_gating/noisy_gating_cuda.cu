@@ -1,5 +1,4 @@
-// Random numbers and noisy gates on CUDA: allocation and launches on the current stream. The host never waits for the
-// device.
+// Random numbers and noisy gates on CUDA: allocation and launches on the current stream, without host synchronisation.
 #include <tuple>
 
 #include "common/dispatch.h"

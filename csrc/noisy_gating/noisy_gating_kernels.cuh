@@ -243,8 +243,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
   write_partials(shared, n, args.options.num_ranked(), bytes_per_warp, partials);
 }
 
-// Adds a gradient `slope` of the h = clean + normal * deviation of one rank. scratch.key holds the gradients of the
-// deviations.
+// Adds a gradient `slope` of the h = clean + normal * deviation of one rank. scratch.key: gradients of the deviations.
 template <typename Acc>
 __device__ __forceinline__ void add_to_h(const NoisyScratch<Acc>& scratch, int rank, Acc slope, bool noisy) {
   const int expert = scratch.ranked[rank];

@@ -150,8 +150,7 @@ __global__ void count_slots_kernel(
   }
 }
 
-// Replaces counts [E, num_segments] by exclusive sums over the segments and writes totals [E]. Launched with one block
-// per expert.
+// Replaces counts [E, num_segments] by exclusive sums over segments; writes totals [E]. One block per expert.
 static __global__ void scan_counts_kernel(int* __restrict__ counts, int num_segments, int* __restrict__ totals) {
   int* const of_expert = counts + int64_t{blockIdx.x} * num_segments;
   int carry = 0;
@@ -216,8 +215,7 @@ static __global__ void place_experts_kernel(
   place_experts<kNumThreads>(totals, num_experts, capacity, align, out);
 }
 
-// Writes the row of every slot in [begin, end), and the slot of that row. Ranks from `capacity` on get no row. Called
-// by a whole warp.
+// Writes the rows of the slots in [begin, end), and their slots. Ranks from `capacity` on get no row. Called by a warp.
 template <typename IndexT>
 __device__ __forceinline__ void place_segment(
     const IndexT* idx, int64_t begin, int64_t end, int num_experts, const Counters& counters, const int64_t* offsets,
@@ -264,8 +262,7 @@ __global__ void place_slots_kernel(
   place_segment(idx, begin, end, plan.num_experts, counters, offsets, capacity, row_of_slot, slot_of_row);
 }
 
-// Keeps the slots of the `capacity` largest weights of an expert, ties to the earlier slot. Launched with one block per
-// expert.
+// Keeps the slots of the `capacity` largest weights of an expert, ties to the earlier slot. One block per expert.
 template <typename Weight, bool kCheck>
 __global__ void __launch_bounds__(kNumThreads) keep_by_score_kernel(
     const Weight* __restrict__ weights, const int64_t* __restrict__ sorted_slots,

@@ -1,6 +1,6 @@
 // Loops over one row: plain loops for the vectoriser, compiled once per instruction set.
-// combine keeps the sums of a tile of columns in registers while it visits the top_k rows of a token, so that each row
-// is read once and the output is written once.
+// combine keeps the sums of a tile of columns in registers while it visits the top_k rows of a token. Each row is read
+// once, and the output is written once.
 #include "common/simd.h"
 #include "common/stream.h"
 #include "permutation/permutation_tables.h"

@@ -27,8 +27,7 @@ RowFormat check_quantize_rows(const Tensor& x /* [N, D] */, const std::string& f
 RowFormat check_dequantize_rows(
     const Tensor& rows /* [N, B] */, int64_t dim, const std::string& format, ScalarType dtype);
 
-// Calls f<T>() for float32, bfloat16 or float16. The caller must have called check_short_floating, which refuses
-// float64.
+// Calls f<T>() for float32, bfloat16 or float16. check_short_floating must have refused other dtypes before.
 template <typename F>
 decltype(auto) dispatch_short_floating(ScalarType dtype, F&& f) {
   switch (dtype) {

@@ -47,8 +47,7 @@ uint32_t largest_over_blocks(int64_t blocks, int64_t block, F&& f) {
   return keys.empty() ? 0 : *std::max_element(keys.begin(), keys.end());
 }
 
-// Quantises with feedback in place, in one pass that logs, and undoes it if an element is not finite. Returns the
-// largest key.
+// Quantises with feedback in place, and undoes it by a log if an element is not finite. Returns the largest key.
 template <typename T>
 uint32_t quantize_and_log(const QuantizeArgs<T>& args, Format format, int64_t blocks) {
   const QuantizeKernels<T>& loops = kernels().of<T>();

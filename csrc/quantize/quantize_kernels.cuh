@@ -79,8 +79,7 @@ __device__ __forceinline__ Vec<float, kFour> owed_four(
   return a;
 }
 
-// Sums of magnitudes. The lanes q, q + 4, q + 8 and q + 12 hold equal sums: sum j adds the elements 16 i + 4 q + j in
-// order of i.
+// Sums of magnitudes, equal in the lanes q, q + 4, q + 8 and q + 12: sum j adds elements 16 i + 4 q + j in order of i.
 struct MagnitudeSums {
   float sums[kFour] = {};
 
@@ -170,8 +169,7 @@ __device__ __forceinline__ void encode_four(
   }
 }
 
-// Quantises blocks. If `refused` is not null and *refused is set, an element is not finite, and the residual stays
-// unchanged.
+// Quantises blocks. `refused` is null, or points to a flag: if it is set, the residual stays unchanged.
 template <Format kFormat, bool kRandom, typename T>
 __global__ void __launch_bounds__(kThreads)
     quantize_kernel(QuantizeArgs<T> args, int64_t num_blocks, bool aligned, const int* __restrict__ refused) {

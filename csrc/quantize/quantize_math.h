@@ -20,8 +20,7 @@ struct Scaling {
 
 MOE_INLINE Scaling scaling_of(float largest, float largest_code) {
   float scale = largest / largest_code;
-  // If the scale was rounded up, the largest finite numbers would be decoded as infinity. Infinity itself stays
-  // infinite.
+  // If the scale was rounded up, the largest finite numbers would be decoded as infinity.
   if (key_of(scale * largest_code) >= kInfinityKey<float> && key_of(largest) < kInfinityKey<float>) {
     scale = bit_cast<float>(bit_cast<uint32_t>(scale) - 1);
   }
@@ -164,8 +163,7 @@ MOE_INLINE TokenDraws rounding_draws(const RngSource& rng, int64_t begin) {
   return draws;
 }
 
-// Factor of the terms in the mean magnitude of a block of signs. Large terms are scaled down, because their sum might
-// be infinite.
+// Factor of the terms of the mean magnitude of signs. The sum of large terms might be infinite without it.
 MOE_INLINE float sign_factor(uint32_t largest) {
   return bit_cast<float>(largest) > 0x1p100f ? 0x1p-32f : 1.0f;
 }

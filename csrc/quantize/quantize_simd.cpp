@@ -93,8 +93,7 @@ MOE_INLINE float folded(__m512 lanes) {
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-// Writes the signs and the sum of magnitudes of n elements, a whole number of vectors, and returns the largest key.
-// Reads x once.
+// Writes signs and sum of magnitudes of n elements, whole vectors, in one read. Returns the largest key.
 MOE_INLINE uint32_t signs_of(const float* x, int64_t n, uint8_t* out, float* sum) {
   const __m512 magnitude = _mm512_castsi512_ps(_mm512_set1_epi32(0x7FFFFFFF));
   __m512 lanes = _mm512_setzero_ps();

@@ -48,8 +48,7 @@ MOE_INLINE void load_bytes(Ints* to, const uint8_t* from) {
 #endif
 }
 
-// Multiplies kRows rows from `first_row` on with kCount tokens from `first_token` on. All rows share the loads of the
-// tokens.
+// Multiplies kRows rows from `first_row` on with kCount tokens from `first_token` on. Rows share the loads of tokens.
 template <int kBits, int kRows, int kCount>
 MOE_INLINE void multiply(const RowsArgs& args, int64_t first_row, int64_t first_token) {
   const int64_t row_bytes = args.dim * kBits / 8, num_blocks = args.dim / args.block;

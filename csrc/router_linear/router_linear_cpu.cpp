@@ -63,8 +63,7 @@ Tensor dense(const Tensor& t, ScalarType dtype) {
   if (t.scalar_type() == dtype || acc_dtype(t.scalar_type()) != dtype) {
     return as_contiguous(t.scalar_type() == dtype ? t : torch::stable::to(t, dtype));
   }
-  // Converted by a loop of this library, because a call through the dispatcher takes longer than the product of few
-  // tokens.
+  // Converted by our own loop, because a call of the dispatcher takes longer than the product of few tokens.
   const Tensor in = as_contiguous(t);
   Tensor out = new_on_cpu({t.size(0), t.size(1)}, dtype);
   dispatch_floating(

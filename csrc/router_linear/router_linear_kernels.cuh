@@ -28,8 +28,7 @@ struct Blocks {
 constexpr Blocks kThreeParts = {3, {2, 1, 0}}, kOnePart = {3, {0, 0, 0}};
 constexpr Blocks kLeftOfSix = {6, {0, 1, 2, 0, 1, 0}}, kRightOfSix = {6, {2, 1, 0, 1, 0, 0}};
 
-// Writes the blocks of `in`. Element (row, col) of block b of `out` is at b block_stride + row row_stride + col. A warp
-// handles a row.
+// Writes the blocks of `in`, a warp per row. Element (row, col) of block b is at b block_stride + row row_stride + col.
 template <typename T, int kSize>
 __global__ void __launch_bounds__(kThreads) split_kernel(
     const T* __restrict__ in, int64_t rows, int64_t cols, int64_t in_stride, Blocks blocks, int64_t block_stride,

@@ -1,5 +1,4 @@
-// Candidates collected by a parallel scan of segments, in ascending order of index for any number of threads. Host
-// code.
+// Candidates that a parallel scan of segments collects, in order of index for any number of threads. Host code.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

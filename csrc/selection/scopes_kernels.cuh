@@ -1,6 +1,6 @@
 // Gradient selection in many small scopes. For up to 512 elements, a warp keeps the scope in its registers and finds
-// the smallest selected key bit by bit. For up to 8192, a block finds that key digit by digit and rereads the fed scope
-// from the cache.
+// the smallest selected key bit by bit. For up to 8192, a block finds that key digit by digit and rereads the scope
+// from cache.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,8 +15,7 @@ namespace moe_ext::topk {
 constexpr int64_t kWarpScope = 512;
 constexpr int64_t kBlockScope = 8192;
 static_assert(kThreads == kSelectThreads);
-// Resident blocks per multiprocessor for __launch_bounds__. Without these bounds nvcc spills registers to fit more
-// blocks.
+// Resident blocks per multiprocessor. Without these bounds nvcc spills registers to fit more blocks.
 constexpr int kAdaptBlocks = 4;
 constexpr int kBlockScopeBlocks = 3;
 constexpr int kWarpScopeBlocks = 2;
@@ -152,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, kBlockScopeBlocks)
     not_finite = not_finite || any_not_finite<kSize>(a);
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
-      // Zeros beyond the end count only if low is 0, which it is only without a threshold, when `found` is not used.
+      // Zeros beyond the end count if low is 0, which happens only without a threshold; `found` is not used then.
       reached += key_of(a[j]) >= low;
     }
   }

@@ -1,5 +1,4 @@
-// The k-th largest of many unsigned keys, by histograms of ever narrower ranges until one bin holds few keys. Host
-// code.
+// The k-th largest of many unsigned keys, by histograms of ever narrower ranges, until few keys are left. Host code.
 #pragma once
 
 #include <algorithm>

@@ -3,8 +3,7 @@
 // feeds the elements and sets aside those that reach the bound. Later kernels read a segment again if it found more
 // than there is room for, and all segments if fewer than k were found. (3) A histogram per digit finds the smallest
 // selected key. (4) Each segment counts its selected elements, the counts are summed, and the elements are written in
-// order and taken out of the state. No block waits for another and only integers are added by atomics, so results are
-// deterministic.
+// order and taken out of the state. Only integers are added by atomics, so results are deterministic. No block waits.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -59,8 +58,7 @@ struct Digit {
   int64_t above; // keys in higher bins
 };
 
-// Finds the bin that holds the `wanted`-th largest key, and clears the histogram. Every thread of the block must call
-// it.
+// Finds the bin of the `wanted`-th largest key, and clears the histogram. Every thread of the block must call it.
 __device__ __forceinline__ Digit find_digit(unsigned long long* histogram, int64_t wanted) {
   constexpr int kPerThread = kBins / kThreads;
   MOE_SHARED(int64_t, found, 2);

@@ -42,8 +42,7 @@ struct UndoLog {
 };
 
 // Loops over the elements [begin, begin + n), n <= kSegment. The key of an element is the magnitude of a =
-// residual_scale e + u as bits. A scan collects the keys that are larger than `low`, in order, and returns their
-// number.
+// residual_scale e + u as bits. A scan collects the keys larger than `low`, in order, and returns their number.
 template <typename T>
 struct FeedbackKernels {
   using Acc = acc_t<T>;
@@ -64,8 +63,7 @@ struct FeedbackKernels {
   int64_t (*logged_feed_and_scan)(
       const Feedback<T>& args, int64_t begin, int64_t n, Key low, const Found<Acc>& out, Scanned<Key>* seen,
       UndoLog<Acc>* log);
-  // Restores residual and velocity to the state before `logged_feed_and_scan`. The caller must first put the collected
-  // elements back.
+  // Restores the state before `logged_feed_and_scan`. The caller must first put the collected elements back.
   void (*undo)(const Feedback<T>& args, int64_t begin, int64_t n, const UndoLog<Acc>& log);
   // Scans a fed residual without changing it.
   int64_t (*scan_fed)(const Acc* residual, int64_t n, Key low, const Found<Acc>& out, Scanned<Key>* seen);

@@ -106,8 +106,7 @@ void unpack_masked_cpu(Tensor out, Tensor packed, Tensor bitmap) {
 // Rows of a block that one thread multiplies. `places_of_rows` counts the values before each block.
 constexpr int64_t kRows = 16;
 
-// Returns the place in `values` of each block of kRows rows, and last of the end. `begin` is the place of the first
-// row.
+// Returns the place in `values` of each block of kRows rows, and last of the end; `begin` is that of the first row.
 std::vector<int64_t> places_of_rows(const uint8_t* bitmap, int64_t num_rows, int64_t row_bytes, int64_t begin) {
   std::vector<int64_t> first{begin};
   for (int64_t row = 0; row < num_rows; row += kRows) {

@@ -1,6 +1,5 @@
 // Packing by mask on CUDA: allocation and launches on the current stream. The host never waits for the device, so a
-// wrong bitmap, which the CPU refuses, raises no error: it touches no memory out of bounds, or traps with
-// kCheckIndices.
+// wrong bitmap, which the CPU refuses, raises no error. It stays within bounds, or traps with kCheckIndices.
 #include "common/dispatch.h"
 #include "common/dispatch_cuda.cuh"
 #include "common/torch_cuda.cuh"

@@ -54,8 +54,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Copies marked elements from x [numel] to packed [size], or back. counts [tiles + 1] holds the number of marks before
-// each tile, and last the number of all marks. If that is not `size`, kCheck traps; otherwise no memory past `packed`
-// is touched.
+// each tile, and last the number of all marks. If that is not `size`, kCheck traps; otherwise accesses stay within
+// `packed`.
 template <bool kPack, bool kCheck, typename Bits>
 __global__ void __launch_bounds__(kThreads) move_masked_kernel(
     Bits* __restrict__ x, Bits* __restrict__ packed, int64_t size, const uint8_t* __restrict__ bitmap, int64_t numel,

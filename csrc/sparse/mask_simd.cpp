@@ -185,8 +185,7 @@ MOE_INLINE __m512 values_of(__m512i widened, const uint16_t*) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(widened, 16));
 }
 
-// Multiplies kRows rows from `first_row` on, whose values begin at row_values[r], with kCount tokens from `first_token`
-// on.
+// Multiplies kRows rows from `first_row` on, with values from row_values[r] on, with kCount tokens.
 template <int kRows, int kCount, typename Bits>
 MOE_INLINE void multiply(const RowsArgs& args, const Bits* const* row_values, int64_t first_row, int64_t first_token) {
   __m512 sums[kRows][kCount];

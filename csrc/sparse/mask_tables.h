@@ -1,5 +1,4 @@
-// The loops that mask_simd.cpp provides for each instruction set. Torch-free; elements are handled as unsigned
-// integers.
+// The loops that mask_simd.cpp provides for each instruction set, on elements as unsigned integers. Torch-free.
 #pragma once
 
 #include <cstdint>

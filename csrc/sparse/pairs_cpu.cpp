@@ -1,5 +1,4 @@
-// Pairs on CPU. One thread reads and adds pairs in their order, because pairs from another process may name an element
-// twice.
+// Pairs on CPU. One thread adds pairs in their order, because pairs from another rank may name an element twice.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>

@@ -1,5 +1,4 @@
-// Block and row sparsity on CPU. One thread reads or moves a block, and one thread adds the rows of one index in their
-// order.
+// Block and row sparsity on CPU. A block belongs to one thread, and one thread adds the rows of one index in order.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -18,8 +17,7 @@ using torch::stable::contiguous;
 using torch::stable::new_empty;
 using torch::stable::parallel_for;
 
-// True if any bit other than a sign bit is set, so that -0.0 counts as zero and NaN does not. Compares words of 8
-// bytes.
+// True if any bit other than a sign bit is set: -0.0 counts as zero, NaN does not. Compares words of 8 bytes.
 bool has_nonzero(const uint8_t* bytes, int64_t size, uint64_t sign_bits) {
   uint64_t any = 0;
   int64_t i = 0;

@@ -35,8 +35,8 @@ __device__ __forceinline__ int64_t num_threads() {
   return int64_t{gridDim.x} * kThreads;
 }
 
-// Division of `total` bytes into blocks of `block` bytes (the last may be shorter), and of blocks into slices, one for
-// each warp.
+// Division of `total` bytes into blocks of `block` bytes (the last may be shorter), and of blocks into slices of a
+// warp.
 struct Slices {
   int64_t block;
   int64_t total;
@@ -120,7 +120,7 @@ inline void launch_nonzero_blocks(
 }
 
 // Copies block idx[i] of `dense` to row i of `packed`, with zeros beyond the end of `dense`, or back. With kCheck, an
-// index that is out of range, or not ascending in a scatter, traps. Otherwise an index out of range gathers zeros or
+// index that is out of range, or not ascending in a scatter, traps. Otherwise one out of range gathers zeros or
 // scatters nothing.
 template <bool kGather, bool kCheck, typename Word>
 __global__ void __launch_bounds__(kThreads) move_blocks_kernel(

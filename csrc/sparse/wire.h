@@ -22,12 +22,11 @@ Codecs check_encode_payload(
 
 void check_payload(const char* op, const Tensor& payload);
 
-// Refuses a header that does not describe a payload of `size` bytes. After this check a decoder, whatever the bytes, does
-// not read past the end of the payload, and allocates at most about 64 bytes per byte of it (8 for each bit of a bitmap).
+// Refuses a header that does not describe a payload of `size` bytes. Whatever the bytes, a decoder then reads nothing
+// past the end and allocates at most about 64 bytes per byte of the payload (8 per bit of a bitmap).
 void check_header(const char* op, const Header& header, uint64_t size);
 
-// Refuses a payload whose computed checksum `sum` differs from the header's. `sum` is 0 if the header says that there
-// is none.
+// Refuses a payload whose computed checksum `sum` differs from the header's; `sum` is 0 if the payload has none.
 void check_checksum(const char* op, const Header& header, uint32_t sum);
 
 // Raises the error for indices that are wrong from value `at` on.

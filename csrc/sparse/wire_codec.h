@@ -19,8 +19,7 @@ inline bool is_block(uint64_t block) {
   return block >= 64 && block <= 1024 && (block & (block - 1)) == 0;
 }
 
-// True if the bytes of the indices fit the codec. For kDelta the size depends on the indices, so only bounds are
-// checked.
+// True if the bytes of the indices fit the codec; only bounds for kDelta, whose size depends on the indices.
 inline bool index_bytes_fit(const Header& h) {
   switch (static_cast<IndexCodec>(h.index_codec)) {
     case IndexCodec::kDense:
