@@ -33,7 +33,7 @@ using torch::stable::parallel_for;
 constexpr int64_t kLeastRows = 256;
 constexpr int64_t kMostRows = 512;
 // Columns of `grad`, that is rows of the weight's gradient, in a tile. The sum over an expert's rows is never cut.
-// Every tile packs all rows of x.
+// Every tile packs all of the expert's rows of x.
 constexpr int64_t kLeastColumns = 256;
 constexpr int64_t kMostColumns = 2048;
 // The library's 16-bit products sum so many rows at a time; remaining rows take a slower path.

@@ -106,10 +106,10 @@ template <typename Acc>
 struct Totals {
   Acc* sums[2];
   int64_t* counts[2];
-  bool first_count_as_second_sum;
+  bool first_count_as_second_sum; // without noise, the load is the number of choices
 };
 
-// Adds the partial results of all blocks, in order. Launched with one warp per expert.
+// Adds the partial results of all blocks, in a fixed order. Launched with one warp per expert.
 template <typename Acc>
 __global__ void add_totals_kernel(Partials<Acc> partials, int num_blocks, int num_experts, Totals<Acc> totals) {
   const int expert = static_cast<int>(blockIdx.x);
