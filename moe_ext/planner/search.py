@@ -399,6 +399,8 @@ def search(
     all_again = fixed.get("recompute") == 1
     at_once = max(1, _AT_ONCE // num_options)
     kept: list[Columns] = []
+    # Candidates that may fit by uneven stages alone.
+    uneven: list[Columns] = []
     points = too_large = 0
     # The least time that a placement which is not simulated can take.
     limit, left, nearest = float("inf"), float("inf"), float("inf")
@@ -427,79 +429,95 @@ def search(
         others = ~fits & (columns["pp"] > 1)
         if "recompute" not in fixed:
             others &= (columns["recompute"] == 1) | runs(columns, "zb-h1")
-        some = fits.clone()
         if bool(others.any()):
-            some[others] = cost.memory.may_fit(masked(columns, others))
-        if not bool(some.any()):
+            rest = {**masked(columns, others), "memory": memory[others]}
+            uneven.append(masked(rest, cost.memory.may_fit(rest)))
+        if not bool(fits.any()):
             continue
-        costed = {**masked(columns, some), "memory": memory[some], "even": fits[some]}
+        costed = {**masked(columns, fits), "memory": memory[fits]}
         costed = _costed(cost, costed, all_again=all_again)
         if not exhaustive:
             best = _best(costed)
             left = min([left, *costed["bound"][~best].tolist()])
             costed = masked(costed, best)
         kept.append(costed)
-        plain = [each["likely"][each["even"] & (each["turns"] == 0)] for each in kept]
+        plain = [each["likely"][each["turns"] == 0] for each in kept]
         times = torch.cat(plain).sort().values
         if len(times) >= SIMULATED:
             limit = float(times[SIMULATED - 1])
     if points == 0:
         raise ValueError(none)
-    if not kept:
+    if not kept and not any(len(each["pp"]) for each in uneven):
         return SearchResult(None, (), least, points, too_large, True)
-    every = {name: torch.cat([each[name] for each in kept]) for name in kept[0]}
     num_simulated = passes = turn_passes = num_uneven = 0
-    # True for placements that fit by other stages than even ones.
-    uneven: Tensor | None = None
+    most = math.inf
     # The best ones, ascending.
     ranked: list[Found] = []
-    order = torch.argsort(every["likely"], stable=True)
-    order = order[torch.argsort(_class(every)[order], stable=True)]
-    for i in order.tolist():
-        bound, most = float(every["bound"][i]), math.inf
-        if len(ranked) == _RANKED and not exhaustive:
-            most = ranked[-1].seconds
-            if bound >= most:
-                continue
-        one = one_of(every, i)
-        here, in_turn = int(one["pp"] * cost.sizes.num_micro_batches(one)), bool(one["turns"])
-        enough = num_simulated >= SIMULATED and passes >= _PASSES
-        is_even = bool(every["even"][i])
-        spent = turn_passes + here > _TURN_PASSES if in_turn else enough and is_even
+    front: tuple[Found, ...] = ()
+    for is_even, parts in ((True, kept), (False, uneven)):
+        if not parts:
+            continue
+        c = {name: torch.cat([each[name] for each in parts]) for name in parts[0]}
         if not is_even:
-            if uneven is None:
-                uneven = ~every["even"] & (every["bound"] < most)
-                if enough:
-                    uneven &= every["likely"] < most
-                if bool(uneven.any()):
-                    uneven[uneven.clone()] = divisible(cost, masked(every, uneven))
-            likely = float(every["likely"][i])
-            spent |= enough and (likely >= most or num_uneven == _UNEVEN)
-            if not spent and not bool(uneven[i]):
+            # Times that are found leave few of them.
+            for least_of in (cost.bound, cost.least):
+                if len(c["pp"]) and most < math.inf:
+                    c = masked(c, least_of(c) < most)
+            if not len(c["pp"]):
                 continue
-            num_uneven += enough and not spent
-        if spent and not exhaustive:
-            left = min(left, bound)
-            continue
-        if progress is not None:
-            progress(len(mesh), len(mesh))
-        passes, turn_passes = passes + here * (not in_turn), turn_passes + here * in_turn
-        stages = divide(cost, one, all_again=all_again)
-        if stages is None and "recompute" not in fixed and not bool(runs(one, "zb-h1")):
-            # Even stages fit without, and need not be as full as others.
-            one = {**one, "recompute": torch.ones_like(one["recompute"])}
-            stages = divide(cost, one)
-        if stages is None:
-            continue
-        seconds = simulated(cost, one, stages, most=most)
-        if seconds == math.inf:
-            continue
-        num_simulated += 1
-        if len(ranked) == _RANKED and seconds >= ranked[-1].seconds:
-            continue
-        fullest = float(cost.memory.fullest(rank_columns(cost, one, stages)).max())
-        ranked.append(Found(choice_of(one, 0), seconds, fullest, stages))
-        ranked = sorted(ranked, key=lambda each: each.seconds)[:_RANKED]
+            c = _costed(cost, c, all_again=all_again, even=False)
+            enough = num_simulated >= SIMULATED and passes >= _PASSES
+            tried = c["likely"] < (most if enough else math.inf)
+            if not exhaustive:
+                quick = torch.argsort(c["likely"], stable=True)
+                tried[quick[10 * SIMULATED * len(parts) :]] = False
+                left = min([left, *c["bound"][~tried].tolist()])
+            if bool(tried.any()):
+                tried[tried.clone()] = divisible(cost, masked(c, tried))
+            c = masked(c, tried)
+        order = torch.argsort(c["likely"], stable=True)
+        if is_even:
+            front = _front(c)
+            order = order[torch.argsort(c["turns"][order], stable=True)]
+        for i in order.tolist():
+            bound = float(c["bound"][i])
+            if bound >= most and most < math.inf:
+                continue
+            enough = num_simulated >= SIMULATED and passes >= _PASSES
+            one = one_of(c, i)
+            here, in_turn = int(one["pp"] * cost.sizes.num_micro_batches(one)), bool(one["turns"])
+            spent = turn_passes + here > _TURN_PASSES if in_turn else enough and is_even
+            if not is_even and enough:
+                spent |= float(c["likely"][i]) >= most or num_uneven == _UNEVEN
+                num_uneven += not spent
+            if spent and not exhaustive:
+                left = min(left, bound)
+                continue
+            if progress is not None:
+                progress(len(mesh), len(mesh))
+            passes, turn_passes = passes + here * (not in_turn), turn_passes + here * in_turn
+            stages = divide(cost, one, all_again=all_again)
+            if (
+                stages is None
+                and "recompute" not in fixed
+                and not bool(one["recompute"] | runs(one, "zb-h1"))
+            ):
+                # Even stages fit without, and need not be as full as others.
+                one = {**one, "recompute": torch.ones_like(one["recompute"])}
+                stages = divide(cost, one)
+            if stages is None:
+                continue
+            seconds = simulated(cost, one, stages, most=most)
+            if seconds == math.inf:
+                continue
+            num_simulated += 1
+            if len(ranked) == _RANKED and seconds >= ranked[-1].seconds:
+                continue
+            fullest = float(cost.memory.fullest(rank_columns(cost, one, stages)).max())
+            ranked.append(Found(choice_of(one, 0), seconds, fullest, stages))
+            ranked = sorted(ranked, key=lambda each: each.seconds)[:_RANKED]
+            if len(ranked) == _RANKED and not exhaustive:
+                most = ranked[-1].seconds
     found_best = ranked[0] if ranked else None
     if found_best is None and least is not None and nearest <= 1.0:
         # The placement fits with layers of the mean alone.
@@ -507,29 +525,22 @@ def search(
         even = even_stages(cost.model.num_layers, columns)
         fullest = float(cost.memory.fullest(rank_columns(cost, columns, even)).max())
         least = replace(least, memory=fullest, stages=even)
-    front, smallest = [], float("inf")
-    every = masked(every, every["even"])
-    for i in torch.argsort(every["seconds"], stable=True).tolist():
-        if float(every["memory"][i]) < smallest:
-            smallest = float(every["memory"][i])
-            front.append(Found(choice_of(every, i), float(every["seconds"][i]), smallest))
     proven = found_best is not None and left >= found_best.seconds
-    return SearchResult(
-        *(found_best, tuple(front), least, points, too_large, proven), tuple(ranked[1:])
-    )
+    return SearchResult(*(found_best, front, least, points, too_large, proven), tuple(ranked[1:]))
 
 
-def _costed(cost: StepCost, c: Columns, *, all_again: bool) -> Columns:
+def _costed(cost: StepCost, c: Columns, *, all_again: bool, even: bool = True) -> Columns:
     """Candidates that may fit with columns of closed forms, whose stages are even and all alike.
 
-    Beside "memory", and "even" for those that fit so, these are "seconds" of a step with all layers
-    computed again, or none; "likely", with as few layers computed again as fit, by a line between
-    none and all; and "bound", seconds that a step takes at least, whatever layers its stages have.
+    Beside "memory" these are "seconds" of a step with all layers computed again, or none; "likely",
+    with as few layers computed again as fit, by a line between none and all; and "bound", seconds
+    that a step takes at least, whatever layers its stages have.
 
     Args:
         cost: of placements.
         c: the candidates.
         all_again: with recompute all layers are computed again.
+        even: they fit with even stages.
     """
     seconds, bound = cost.seconds(c), cost.least(c)
     share = c["recompute"].double()
@@ -542,7 +553,7 @@ def _costed(cost: StepCost, c: Columns, *, all_again: bool) -> Columns:
         share[some] = ((full - cost.cluster.memory) / saved).clamp(0.0, 1.0)
     likely = torch.where(runs(c, "interleaved"), seconds, cost.likely(c, share))
     # A placement that fits without recompute is among the candidates already.
-    known = some & c["even"] & (share == 0)
+    known = some & (share == 0) & even
     likely[known] = bound[known] = torch.inf
     return {**c, "seconds": seconds, "likely": likely, "bound": bound}
 
@@ -552,6 +563,16 @@ def _class(c: Columns) -> Tensor:
     return torch.where(c["even"], c["turns"], 2)
 
 
+def _front(c: Columns) -> tuple[Found, ...]:
+    """Candidates that are smaller than all quicker ones."""
+    found, smallest = list[Found](), math.inf
+    for i in torch.argsort(c["seconds"], stable=True).tolist():
+        if float(c["memory"][i]) < smallest:
+            smallest = float(c["memory"][i])
+            found.append(Found(choice_of(c, i), float(c["seconds"][i]), smallest))
+    return tuple(found)
+
+
 def _best(c: Columns) -> Tensor:
     """A mask of the quickest, and of those that are smaller than all quicker ones."""
     found = torch.zeros(len(c["seconds"]), dtype=torch.bool)
@@ -559,8 +580,8 @@ def _best(c: Columns) -> Tensor:
     falls = c["memory"][order].cummin(0).values
     found[order[0]] = True
     found[order[1:]] = falls[1:] < falls[:-1]
-    for number in range(3):
-        others = _class(c) != number
+    for in_turn in (0, 1):
+        others = c["turns"] != in_turn
         quick = torch.argsort(c["likely"].masked_fill(others, torch.inf), stable=True)
         quick = quick[: 10 * SIMULATED]
         found[quick[~others[quick]]] = True

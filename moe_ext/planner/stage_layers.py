@@ -23,7 +23,7 @@ from moe_ext._checks import check_fields
 from moe_ext.pipeline import ActionTable, Costs, TurnPlan, make_table
 from moe_ext.pipeline.simulate import makespan
 from moe_ext.pipeline.turn_plan import plan_turns_within
-from moe_ext.planner.axes import AGAIN, CHUNKS, SCHEDULES, STAGE, Columns, runs
+from moe_ext.planner.axes import AGAIN, CHUNKS, PARTS, SCHEDULES, STAGE, Columns, runs
 from moe_ext.planner.cost import StepCost
 from moe_ext.planner.presets import LayerParts
 
@@ -122,13 +122,12 @@ def divisible(cost: StepCost, c: Columns) -> Tensor:
         here, start = {name: column[rows] for name, column in c.items()}, end[rows]
         behind = here["pp"] - 1 - rank
         least, high = torch.where(behind > 0, start + 1, num_layers), num_layers - behind
-        found[rows] = _take(cost, here, rank, before, start, least)
-        low = least
+        low = least - 1
         while bool((low < high).any()):
             middle = (low + high + 1) // 2
             fits = _take(cost, here, rank, before, start, middle)
             low, high = torch.where(fits, middle, low), torch.where(fits, high, middle - 1)
-        end[rows] = low
+        found[rows], end[rows] = low >= least, low
     return found
 
 
@@ -148,11 +147,14 @@ def _take(
     micro, is_last = cost.sizes.num_micro_batches(c).double(), (pp == rank + 1).double()
     late = torch.where(runs(c, "zb-h1") & (rank > 0), micro.clamp(max=rank + 1), 0.0)
     ends, in_flight = is_last + (rank == 0), cost.memory.in_flight(c, rank)
-    found = torch.zeros_like(pp, dtype=torch.bool)
-    for again in (c["recompute"], torch.zeros_like(pp)):
-        rows = (*counts.T, *(counts * again[:, None]).T, ends, in_flight, late, is_last)
-        found |= cost.memory.fits({**c, **dict(zip(STAGE, rows, strict=True))})
-    return found
+    some = torch.stack([*counts.T, *counts.T, ends, in_flight, late, is_last])
+    none = some.clone()
+    some[len(PARTS) : 2 * len(PARTS)] *= c["recompute"]
+    none[len(PARTS) : 2 * len(PARTS)] = 0.0
+    # Few candidates take as long as twice as many.
+    both = {name: column.repeat(2) for name, column in c.items()}
+    rows = torch.cat([some, none], 1)
+    return cost.memory.fits({**both, **dict(zip(STAGE, rows, strict=True))}).view(2, -1).any(0)
 
 
 def simulated(
