@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
-from moe_ext._checks import check_numbers_of_fields
+from moe_ext._checks import check_numbers_of_fields, check_rule
 from moe_ext.pipeline.table import MESSAGES, UPDATE, Action, ActionTable
 
 PerStage = float | Sequence[float]
@@ -63,6 +63,18 @@ class Costs:
 
     def __post_init__(self) -> None:
         check_numbers_of_fields(self)
+        names = ("forward", "input_gradient", "weight_gradient", "hop", "overlap", "update")
+        for name in (*names, "slices", "transfer"):
+            cost = getattr(self, name)
+            is_number = isinstance(cost, (int, float)) or getattr(cost, "ndim", 1) == 0
+            each = cost.values() if isinstance(cost, Mapping) else [cost] if is_number else cost
+            fits = all(0 <= value < math.inf for value in each)
+            check_rule("Costs", name, cost, "at least 0 and finite", fits)
+        for name, pairs in self.exchanges.items():
+            fits = all(0 <= begin <= end <= 1 for begin, end in pairs)
+            check_rule("Costs", f"exchanges[{name!r}]", pairs, "shares, begin before end", fits)
+        fits = all(0 <= share <= 1 for share in self.ahead.values())
+        check_rule("Costs", "ahead", self.ahead, "shares", fits)
 
     def of(self, action: Action) -> float:
         """Return the cost of an action; 0 for messages, which do not occupy the rank."""

@@ -1,5 +1,7 @@
 """Simulated times against the closed forms of the papers."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -150,6 +152,26 @@ def test_a_receive_stands_before_what_is_computed_when_it_comes():
     row = [str(action) for action in table.rows[1]]
     assert row[:6] == ["1RECV_F0", "1RECV_F1", "1RECV_F2", "1F0", "1F1", "1F2"]
     assert [str(action) for action in table.rows[0]][:2] == ["0F0", "0SEND_F0"]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"forward": -1.0}, "forward to be at least 0 and finite, got -1.0"),
+        ({"weight_gradient": (1.0, math.nan)}, "weight_gradient to be at least 0 and finite"),
+        ({"update": np.array([1.0, -1.0])}, "update to be at least 0 and finite"),
+        ({"hop": -2.0}, "hop to be at least 0 and finite, got -2.0"),
+        ({"overlap": math.inf}, "overlap to be at least 0 and finite, got inf"),
+        ({"slices": [-1.0]}, "slices to be at least 0 and finite"),
+        ({"transfer": {"F": -1.0}}, "transfer to be at least 0 and finite"),
+        ({"exchanges": {"F": [(0.6, 0.3)]}}, r"exchanges\['F'\] to be shares, begin before end"),
+        ({"exchanges": {"0B": [(0.6, 1.3)]}}, r"exchanges\['0B'\] to be shares, begin before end"),
+        ({"ahead": {"B": 2.0}}, "ahead to be shares, got"),
+    ],
+)
+def test_costs_are_in_their_range(given, text):
+    with pytest.raises(ValueError, match=f"^Costs: expected {text}"):
+        Costs(**given)
 
 
 @pytest.mark.parametrize("number", [np.float32, torch.tensor])
