@@ -399,10 +399,11 @@ def search(
     all_again = fixed.get("recompute") == 1
     at_once = max(1, _AT_ONCE // num_options)
     kept: list[Columns] = []
-    # Candidates that may fit by uneven stages alone.
+    # Candidates that do not fit with even stages, but may fit with others.
     uneven: list[Columns] = []
     points = too_large = 0
-    # The least time that a placement which is not simulated can take.
+    # Estimated time of the last of the placements to simulate, least bound of the placements that
+    # are not simulated, and least ratio of used to available memory.
     limit, left, nearest = float("inf"), float("inf"), float("inf")
     least: Found | None = None
     for start in range(0, len(mesh), at_once):
@@ -424,8 +425,8 @@ def search(
             nearest = float(over[i])
             seconds = float(cost.seconds(one_of(columns, i)))
             least = Found(choice_of(columns, i), seconds, float(memory[i]))
-        # Other stages may fit where even ones do not: with recompute even those that compute no
-        # layers again.
+        # A placement whose even stages do not fit may fit with other stages. Only its twin with
+        # recompute is kept, since `divide` decides which layers are computed again.
         others = ~fits & (columns["pp"] > 1)
         if "recompute" not in fixed:
             others &= (columns["recompute"] == 1) | runs(columns, "zb-h1")
@@ -451,7 +452,7 @@ def search(
         return SearchResult(None, (), least, points, too_large, True)
     num_simulated = passes = turn_passes = num_uneven = 0
     most = math.inf
-    # The best ones, ascending.
+    # The best simulated placements, in ascending order of time.
     ranked: list[Found] = []
     front: tuple[Found, ...] = ()
     for is_even, parts in ((True, kept), (False, uneven)):
@@ -459,7 +460,7 @@ def search(
             continue
         c = {name: torch.cat([each[name] for each in parts]) for name in parts[0]}
         if not is_even:
-            # Times that are found leave few of them.
+            # Few placements with uneven stages have bounds below the third best time found so far.
             for least_of in (cost.bound, cost.least):
                 if len(c["pp"]) and most < math.inf:
                     c = masked(c, least_of(c) < most)
@@ -502,7 +503,8 @@ def search(
                 and "recompute" not in fixed
                 and not bool(one["recompute"] | runs(one, "zb-h1"))
             ):
-                # Even stages fit without, and need not be as full as others.
+                # Even stages fit by closed forms without recompute, but the real ones may not. The
+                # placement is tried again with recompute.
                 one = {**one, "recompute": torch.ones_like(one["recompute"])}
                 stages = divide(cost, one)
             if stages is None:
@@ -520,7 +522,8 @@ def search(
                 most = ranked[-1].seconds
     found_best = ranked[0] if ranked else None
     if found_best is None and least is not None and nearest <= 1.0:
-        # The placement fits with layers of the mean alone.
+        # This placement fits only by closed forms, which give each stage the mean layer. Its memory
+        # is replaced by that of real even stages.
         columns = columns_of([least.choice])
         even = even_stages(cost.model.num_layers, columns)
         fullest = float(cost.memory.fullest(rank_columns(cost, columns, even)).max())
@@ -530,17 +533,17 @@ def search(
 
 
 def _costed(cost: StepCost, c: Columns, *, all_again: bool, even: bool = True) -> Columns:
-    """Candidates that may fit with columns of closed forms, whose stages are even and all alike.
+    """Add the estimates of closed forms, which take stages as even and alike, to candidates.
 
-    Beside "memory" these are "seconds" of a step with all layers computed again, or none; "likely",
-    with as few layers computed again as fit, by a line between none and all; and "bound", seconds
-    that a step takes at least, whatever layers its stages have.
+    The column "seconds" is of a step that computes all layers again, or none. "likely" interpolates
+    between none and all, for as few layers as have to be computed again to fit. "bound" is a lower
+    bound of the seconds of a step for any division into stages.
 
     Args:
-        cost: of placements.
-        c: the candidates.
-        all_again: with recompute all layers are computed again.
-        even: they fit with even stages.
+        cost: cost model of the job.
+        c: candidates, with a column "memory".
+        all_again: with recompute, all layers are computed again.
+        even: True if the candidates fit with even stages.
     """
     seconds, bound = cost.seconds(c), cost.least(c)
     share = c["recompute"].double()
@@ -558,13 +561,8 @@ def _costed(cost: StepCost, c: Columns, *, all_again: bool, even: bool = True) -
     return {**c, "seconds": seconds, "likely": likely, "bound": bound}
 
 
-def _class(c: Columns) -> Tensor:
-    """0 for candidates whose stages fit if even, 1 for those in turn, and 2 for all others."""
-    return torch.where(c["even"], c["turns"], 2)
-
-
 def _front(c: Columns) -> tuple[Found, ...]:
-    """Candidates that are smaller than all quicker ones."""
+    """Return the Pareto front: candidates that take less memory than all quicker candidates."""
     found, smallest = list[Found](), math.inf
     for i in torch.argsort(c["seconds"], stable=True).tolist():
         if float(c["memory"][i]) < smallest:
@@ -574,7 +572,7 @@ def _front(c: Columns) -> tuple[Found, ...]:
 
 
 def _best(c: Columns) -> Tensor:
-    """A mask of the quickest, and of those that are smaller than all quicker ones."""
+    """Return a mask of the quickest candidates and of those on the Pareto front."""
     found = torch.zeros(len(c["seconds"]), dtype=torch.bool)
     order = torch.argsort(c["seconds"], stable=True)
     falls = c["memory"][order].cummin(0).values

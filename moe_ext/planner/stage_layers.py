@@ -151,7 +151,8 @@ def _take(
     none = some.clone()
     some[len(PARTS) : 2 * len(PARTS)] *= c["recompute"]
     none[len(PARTS) : 2 * len(PARTS)] = 0.0
-    # Few candidates take as long as twice as many.
+    # Both cases are checked in one call, because the time of a call hardly depends on the number of
+    # candidates.
     both = {name: column.repeat(2) for name, column in c.items()}
     rows = torch.cat([some, none], 1)
     return cost.memory.fits({**both, **dict(zip(STAGE, rows, strict=True))}).view(2, -1).any(0)
