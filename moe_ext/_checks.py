@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 import operator
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any, NoReturn
@@ -183,7 +183,7 @@ def _number(owner: str, name: str, value: Any, kind: str, zero: bool, below: int
     rule = None
     if not isinstance(value, wanted) or isinstance(value, bool):
         rule = "a whole number" if kind == "int" else "a number"
-    elif not math.isfinite(value):  # type: ignore[arg-type]
+    elif not abs(value) <= sys.float_info.max:  # type: ignore[arg-type]
         rule = "finite"
     elif value < 0 or (not value and not zero):  # type: ignore[operator]
         least = "at least 1" if kind == "int" else "above 0"
@@ -192,4 +192,7 @@ def _number(owner: str, name: str, value: Any, kind: str, zero: bool, below: int
         rule = f"below {below}"
     if rule is not None:
         raise ValueError(f"{owner}: expected {name} to be {rule}, got {value!r:.80}")
-    return int(value) if kind == "int" else value if isinstance(value, int) else float(value)
+    if kind == "int":
+        return int(value)
+    # Tensors compare with no larger whole numbers.
+    return value if isinstance(value, int) and value < 2**63 else float(value)

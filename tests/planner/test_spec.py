@@ -181,6 +181,10 @@ def test_files_of_clusters_hold_no_garbage():
                 ValueError, match="expected the fields|expected levels to be a list"
             ):
                 ClusterSpec.of(found)
+    with pytest.raises(ValueError, match="^ClusterSpec: expected memory to be finite, got 1000"):
+        ClusterSpec.of({**whole, "memory": 10**400})
+    huge = plan(SMALL, ClusterSpec.of({**whole, "memory": 2**64}), **STEP)
+    assert huge.choice == plan(SMALL, ClusterSpec.of({**whole, "memory": 2.0**64}), **STEP).choice
     for levels in ([8, 12], [8, 8], [8, 4]):
         made = [{**whole["levels"][0], "size": size} for size in levels]
         with pytest.raises(ValueError, match="each a multiple of the one before, got"):
