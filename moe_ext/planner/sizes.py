@@ -60,6 +60,8 @@ class Sizes:
         ranks, most = job.num_ranks, cluster.levels[-1].size
         rule = f"at most the {most} that cluster.levels join"
         check_rule("plan", "num_ranks", ranks, rule, ranks <= most)
+        if isinstance(job.load, tuple):
+            job.counts(model.num_experts)
         self._states: dict[tuple[int, str], SharedStates] = {}
         rates = [(level.latency, level.bandwidth) for level in cluster.levels]
         self._latency, self._bandwidth = torch.tensor(rates, dtype=torch.float64).unbind(1)

@@ -230,6 +230,7 @@ REFUSED = [
     ({"load": [[1.0, 1.0], [0.0, 0.0]]}, {}, "a step without tokens"),
     ({"load": []}, {}, "a step without tokens"),
     ({"load": [1.0, 2.0]}, {}, "expected load to hold tokens of 8 experts, got 2"),
+    ({"load": [1.0, 2.0], "model": DENSE}, {}, "expected load to hold tokens of 0 experts, got 2"),
     ({"load": math.inf}, {}, "expected load to be a finite number of at least 0, .*, got inf"),
     ({"capacity_factor": 0.0}, {}, "Job: expected capacity_factor to be above 0, got 0.0"),
     ({"local_steps": 0}, {}, "Job: expected local_steps to be at least 1, got 0"),
