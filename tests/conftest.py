@@ -15,6 +15,7 @@ import quick_guards  # noqa: F401
 import torch
 import torch.distributed as dist
 import without_hypothesis
+from instruction_sets import ISAS, forced_isa
 
 import moe_ext  # noqa: F401  (registers the operators that the fixtures call)
 from moe_ext import testing
@@ -29,9 +30,6 @@ elif not pairwise.FULL:
     settings.register_profile("repeatable", derandomize=True)
     settings.load_profile("repeatable")
 
-ISAS = [
-    name for name in ("portable", "avx2", "avx512") if torch.ops.moe_ext._cpu_isa_supported(name)
-]
 CUDA = ["cuda"] if torch.cuda.is_available() else []
 
 # Threads of OpenMP that wait sleep, in workers and other processes that tests start: spinning takes
@@ -186,14 +184,6 @@ def fuzz_longer(item):
         function.fuzzed_longer = True
         longer = type(settings)(settings, max_examples=10 * settings.max_examples)
         setattr(function, name, longer)
-
-
-@contextlib.contextmanager
-def forced_isa(name):
-    before = torch.ops.moe_ext._cpu_isa()
-    torch.ops.moe_ext._set_cpu_isa(name)
-    yield
-    torch.ops.moe_ext._set_cpu_isa(before)
 
 
 @pytest.fixture(params=ISAS)

@@ -210,6 +210,8 @@ def an_error_on_a_device_is_kept():
     store = c10d.default_store()
     assert store.add("moe_ext/raised/count", 0) == 0
     assert store.get("moe_ext/error/1").decode() == "f: 'no such weight'"
+    # Reports of the next check come after the look of all ranks.
+    dist.barrier()
 
 
 @CHECKS()

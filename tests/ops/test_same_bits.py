@@ -6,7 +6,7 @@ Sizes are those of several blocks of a loop, or of several tasks.
 import pytest
 import torch
 from attention_cases import mask_options, positions
-from conftest import ISAS, forced_isa
+from instruction_sets import ISAS, forced_isa
 from noisy_cases import make_state
 from ops_helpers import DTYPES, acc_dtype
 from test_recurrence import OPERATORS, made, run

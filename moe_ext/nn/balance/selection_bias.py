@@ -56,8 +56,9 @@ def update_selection_bias(
             pipeline updates its own layers.
         rate: step of the bias, at least 0, in units of the scores; 0.001 in the papers. Only for
             routers with `bias_update="sign"`.
-        group: the ranks whose tokens count: every rank that has data of its own. All of them call
-            this, and get the same bias. None is for a rank that holds all experts.
+        group: the ranks whose tokens count, every rank that has data of its own; None for this rank
+            alone, which then holds all experts. All ranks of the group call this, and get the same
+            bias.
         center: subtract the mean from each bias afterwards, which changes no choice. A quantile is
             always centered.
 
