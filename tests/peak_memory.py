@@ -1,4 +1,4 @@
-"""How much memory a call takes."""
+"""Measures the peak memory of a call."""
 
 import gc
 import itertools

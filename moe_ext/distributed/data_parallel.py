@@ -28,6 +28,7 @@ from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import group_ranks, group_size, is_initialized, world_size
 from moe_ext.distributed.dtensor import is_dtensor, local_part
 from moe_ext.distributed.gradients import (
+    HOW_TO_KEEP_EQUAL,
     average_gradients,
     fingerprint,
     may_differ,
@@ -46,11 +47,7 @@ from moe_ext.distributed.spread import spread_layers
 
 _OPERATION = "DistributedDataParallel"
 # Fact that ranks compare of a model without a wrapper.
-_DENSE_BITS = (
-    "the checksum of the dense parameters (seed every rank alike, and call "
-    "moe_ext.distributed.sync_gradients after each backward pass, or wrap the model in "
-    "DistributedDataParallel or FSDP2)"
-)
+_DENSE_BITS = f"the checksum of the dense parameters ({HOW_TO_KEEP_EQUAL})"
 # Attribute of a module that `parallelize` was called for: its `_Averaging`.
 _AVERAGING = "_moe_ext_averaging"
 
@@ -262,8 +259,8 @@ class _Averaging:
                 if parameter.requires_grad and name not in placed
                 if not (is_dtensor(parameter) or may_differ(parameter))
             ]
+            facts = {_DENSE_BITS: fingerprint(dense)} if groups else {}
             for group in groups if dense else ():
-                facts = {_DENSE_BITS: fingerprint(dense)}
                 Agreement("forward", group, dense[0][1].device).compare(facts)
         self._num_passes += 1
 

@@ -35,6 +35,11 @@ from moe_ext.distributed.replicas import replica_group
 if TYPE_CHECKING:
     from moe_ext.distributed.mesh import MoEMesh
 
+# Advice in errors about parameters that differ between ranks.
+HOW_TO_KEEP_EQUAL = (
+    "seed every rank alike, and call moe_ext.distributed.sync_gradients after each backward pass, "
+    "or wrap the model in DistributedDataParallel or FSDP2"
+)
 _BUCKET_BYTES = 25 * 2**20
 # Bytes of an element to the integer type of that size.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

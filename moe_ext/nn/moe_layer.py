@@ -35,7 +35,7 @@ from moe_ext.dispatch import (
     named_dispatcher,
     take_part,
 )
-from moe_ext.distributed.gradients import fingerprint
+from moe_ext.distributed.gradients import HOW_TO_KEEP_EQUAL, fingerprint
 from moe_ext.distributed.placement import Placement, declare_experts
 from moe_ext.distributed.replicas import shards_of_experts
 from moe_ext.distributed.spread import SpreadsExperts
@@ -83,11 +83,7 @@ from moe_ext.ops.autograd import is_transformed
 # Arguments `document_ids` and `cu_seqlens` of a call.
 _Packed = tuple[Tensor | None, Offsets | None]
 # Name, for messages, of the checksum that ranks compare.
-_ROUTER_BITS = (
-    "the checksum of the router's parameters (seed every rank alike, and call "
-    "moe_ext.distributed.sync_gradients after each backward pass, or wrap the model in "
-    "DistributedDataParallel or FSDP2)"
-)
+_ROUTER_BITS = f"the checksum of the router's parameters ({HOW_TO_KEEP_EQUAL})"
 
 
 def _field_of_balance(name: str) -> Any:

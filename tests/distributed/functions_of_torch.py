@@ -118,7 +118,7 @@ def of_all(model):
 
 
 def of_experts(model):
-    """Those of experts."""
+    """Return the parameters of experts."""
     return parts(model)[1]
 
 

@@ -50,7 +50,7 @@ class Mixture:
         self.capacity = draw.choice([None, limit])
         self.frozen = draw.choice(["none", "none", "first.experts", "router"])
         self.to_none = draw.random() < 0.5
-        # Of DistributedDataParallel alone, and a branch that some ranks take in a step.
+        # Options of DistributedDataParallel, and a branch that some ranks take in a step.
         draw = random.Random(self.seed + len(CELLS))
         self.options = {
             "gradient_as_bucket_view": draw.random() < 0.5,
@@ -93,7 +93,7 @@ class Mixture:
         ]
 
     def branches(self, step):
-        """Whether each rank takes the branch in the passes of a step."""
+        """For each rank, True if it takes the branch in the passes of a step."""
         draw = random.Random(self.seed * STEPS + step)
         takes = self.has_branch and draw.random() < 0.5
         return [takes and draw.random() < 0.7 for _ in range(RANKS)]

@@ -47,7 +47,7 @@ def test_all_that_is_taken():
 
 
 def test_numbers_of_numpy_are_taken():
-    """Those of a search over options, say."""
+    """Numbers of numpy, as a search over options gives them."""
     config = {
         "train_batch_size": np.int64(8),
         "train_micro_batch_size_per_gpu": np.int32(4),

@@ -1,4 +1,4 @@
-"""What gates and losses do alike: logits that they refuse, and tokens that they do not look at."""
+"""Gates and losses alike: logits that they refuse, and tokens that they do not read."""
 
 import math
 

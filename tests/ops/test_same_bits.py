@@ -28,7 +28,7 @@ def chance(*shape, seed=0):
 
 
 def results(function, *inputs):
-    """What it returns, and the gradients of all inputs that have them."""
+    """Return the results of a call, and the gradients of all inputs that have them."""
     found = function(*inputs)
     found = [t for t in (found if isinstance(found, tuple) else (found,)) if t is not None]
     wanted = [t for t in found if t.requires_grad]

@@ -718,7 +718,7 @@ def test_files_of_patches_keep_all_and_find_damage(tmp_path):
 
 
 def test_patches_may_share_memory(tmp_path):
-    """Those of tied weights, under a name each."""
+    """Patches of tied weights have each of their names."""
     pytest.importorskip("safetensors")
     _, _, one = patches_of(3)
     whole = sync.WeightPatch("w", (1,), torch.bfloat16, None, one.values)
