@@ -43,6 +43,9 @@ def _rank_main(
     # the fork therefore stays shared between ranks.
     gc.freeze()
     torch.set_num_threads(1)
+    # Ranks would otherwise continue the random numbers of the process they are forked from, which
+    # draws its seed anew at each start.
+    torch.manual_seed(0)
     try:
         dist.init_process_group(
             "gloo",
@@ -103,6 +106,8 @@ def spawn_ranks(
     may_die: Collection[int] = (),
 ) -> list[Any]:
     """Run `function(rank, *args)` in `world_size` processes that share a Gloo process group.
+
+    Each rank begins with torch's random generators at seed 0.
 
     Args:
         function: a function of an importable module. Its result must be picklable; tensors are

@@ -26,6 +26,7 @@ def run_script(command, environment, log, folder):
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # an interpreter of its own would draw its seed anew at each start
     sys.argv[:] = command
     kind, *rest = command
     if kind == "-c":
