@@ -198,13 +198,14 @@ class RingExchange {
 
 void bind_ring_exchange(pybind11::module_& module) {
   namespace py = pybind11;
-  py::class_<Hop, std::shared_ptr<Hop>>(module, "Hop", "Messages underway.")
-      .def("wait", &Hop::wait, "The filled buffer, or None where there was none, once all that was posted is done.");
+  py::class_<Hop, std::shared_ptr<Hop>>(module, "Hop", "Messages of one `post` that are underway.")
+      .def("wait", &Hop::wait, "Waits for all messages, and returns the filled buffer; None if `post` had no buffer.");
   py::class_<RingExchange>(module, "RingExchange", "Posts the messages of one pass around a ring.")
       .def(py::init<Group>(), py::arg("group"))
       .def(
           "post", &RingExchange::post,
-          "Starts to send (message, rank) pairs and to fill `buffer` from rank `source`; ranks of the group.",
+          "Starts to send each message of (message, rank) pairs, and to receive `buffer` from rank `source` of the "
+          "group.",
           py::arg("sends"), py::arg("buffer"), py::arg("source"), py::arg("tag"));
 }
 

@@ -620,17 +620,20 @@ void bind_shared_memory(pybind11::module_& module) {
   using others_run = py::call_guard<py::gil_scoped_release>;
   py::class_<SharedMemory>(module, "SharedMemory", "Exchanges between the ranks of one host.")
       .def(py::init<size_t, size_t, double>(), py::arg("rank"), py::arg("size"), py::arg("seconds"))
-      .def("place", &SharedMemory::place, "Descriptor and token of this rank's file; -1 where there can be none.")
       .def(
-          "open", &SharedMemory::open, "Map the file of another rank, and say whether that could be.", py::arg("rank"),
-          py::arg("process"), py::arg("fd"), py::arg("token"))
+          "place", &SharedMemory::place,
+          "Returns descriptor and token of this rank's file; the descriptor is -1 if the system refused the file.")
+      .def(
+          "open", &SharedMemory::open, "Maps the file of another rank. Returns True if the system allowed it.",
+          py::arg("rank"), py::arg("process"), py::arg("fd"), py::arg("token"))
       .def(
           "all_to_all", &SharedMemory::all_to_all, others_run(),
-          "Post rows for each rank, and give a Work that fills `out`; no sizes are equal ones.", py::arg("out"),
-          py::arg("x"), py::arg("receive"), py::arg("send"), py::arg("number"))
+          "Posts rows for each rank. Returns a Work that fills `out`. Without sizes each rank gets as many rows.",
+          py::arg("out"), py::arg("x"), py::arg("receive"), py::arg("send"), py::arg("number"))
       .def(
-          "all_gather", &SharedMemory::all_gather, others_run(), "Post a tensor for all, and give a Work.",
-          py::arg("out"), py::arg("x"), py::arg("number"));
+          "all_gather", &SharedMemory::all_gather, others_run(),
+          "Posts a tensor for all ranks. Returns a Work that fills `out`.", py::arg("out"), py::arg("x"),
+          py::arg("number"));
 }
 
 } // namespace moe_ext::runtime

@@ -135,7 +135,8 @@ void def(Binding& worker, const char* name, Tensors (*function)(Messages&, Args.
 
 void bind_worker(py::module_& module) {
   Binding worker(
-      module, "CollectiveWorker", "Runs collectives one after the other, beside the caller or in its thread.");
+      module, "CollectiveWorker",
+      "Runs collectives one after the other, in a thread of its own or in the thread of the caller.");
   worker.def(py::init<Group, bool>(), py::arg("group"), py::arg("beside"));
   def(worker, "quantized_all_reduce", &quantized_all_reduce);
   def(worker, "quantized_reduce_scatter", &quantized_reduce_scatter);
@@ -146,10 +147,12 @@ void bind_worker(py::module_& module) {
   def(worker, "block_sum", &block_sum);
   def(worker, "masked_sum", &masked_sum);
   def(worker, "row_sum", &row_sum);
-  module.def("pooled_bytes", &pooled_bytes, "Bytes of scratch memory that wait for later collectives.");
+  module.def(
+      "pooled_bytes", &pooled_bytes,
+      "Returns the number of bytes of scratch memory that are kept for later collectives.");
   module.def(
       "wait_for_workers", [](double seconds) { return wait_for_tasks(std::chrono::duration<double>(seconds)); },
-      "For the exit of the process: waits until no worker has anything left to do, and says whether that is so.",
+      "Waits before the process exits. Returns True once no worker has work left, and False after `seconds`.",
       py::arg("seconds"), py::call_guard<py::gil_scoped_release>());
 }
 
