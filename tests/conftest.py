@@ -261,3 +261,9 @@ def num_threads():
 def seed():
     # `torch.manual_seed` keeps the caller's stack for each kind of device that may be used later.
     (torch if CUDA else torch.default_generator).manual_seed(0)
+
+
+def pytest_fixture_setup(fixturedef):
+    # A fixture of a module is set up before the fixture `seed`, which belongs to a test.
+    if fixturedef.scope != "function":
+        torch.manual_seed(0)
