@@ -248,10 +248,11 @@ class WritesWhole(_Spread):
             }
         parts = {name: value for name, value in state.items() if is_dtensor(value)}
         places = placements(self)
-        groups = {
+        # All ranks come to the groups in one order, that of the parameters.
+        groups = dict.fromkeys(
             getattr(places.get(name), "group", None) or value.device_mesh.get_group()
             for name, value in parts.items()
-        }
+        )
         if groups and all(0 not in group_ranks(group) for group in groups):
             return  # the group of rank 0 holds the same experts, and writes them
         writes = is_main_process and global_rank() == 0
