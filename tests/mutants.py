@@ -223,11 +223,6 @@ MISTAKES = {
             '{"overlap", "[-row_budget", "-]wire',
             "tests/nn/test_combinations.py -k 'page or (row_budget and allgather)'",
         ),
-        "the earlier name of the z-loss sets the balance loss": (
-            "moe_ext/nn/options.py",
-            '"z_loss_coef": ("balance", "[-z_coef-]{+coef+}"),',
-            "tests/nn/test_moe_layer.py -k earlier",
-        ),
         "a changed option does not travel with the counts": (
             "moe_ext/dispatch/counts.py",
             "graph += [-_GRAPH_CODES * self._checksum-]{+0+}",

@@ -1031,9 +1031,7 @@ CASES |= {
     ),
     mn.update_selection_bias: Case(balanced, {"rate": 0.5, "center": True}),
     mn.register_bias_update: Case(balanced, {"rate": 0.5, "center": True}),
-    mn.ModuleExperts: Case(
-        modules_of, {"capacity_factor": 1.0}, names={"capacity_factor": "capacity"}
-    ),
+    mn.ModuleExperts: Case(modules_of, {"capacity": 1.0}),
     compression.compress_hook: Case(
         reduced,
         STATE,

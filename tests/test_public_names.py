@@ -69,8 +69,3 @@ def test_names_on_no_page():
 def test_without_optional_packages():
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_earlier_names_warn():
-    with pytest.warns(DeprecationWarning, match="CostModel is StepCost"):
-        assert moe_ext.planner.CostModel is moe_ext.planner.StepCost

@@ -73,7 +73,7 @@ from moe_ext.nn.layer_options import (
     options_now,
     router_of,
 )
-from moe_ext.nn.options import Dispatch, SharedExpert, of_number, takes_earlier_names
+from moe_ext.nn.options import Dispatch, SharedExpert, names_other_arguments, of_number
 from moe_ext.nn.parts import run_plan
 from moe_ext.nn.replay import apply_sessions, sessions
 from moe_ext.nn.routers import BalanceTerms, Router, RouterOutput
@@ -163,7 +163,7 @@ class MoELayer(CountingModule, SpreadsExperts):
     # ways.
     FREE_TO_DIFFER = ("dispatcher", "top_k")
 
-    @takes_earlier_names
+    @names_other_arguments
     def __init__(
         self,
         model_dim: int,

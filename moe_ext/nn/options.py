@@ -1,18 +1,16 @@
-"""Groups of options of a layer, and the deprecated arguments that they replace."""
+"""Groups of options of a layer, and arguments of other libraries that they replace."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from numbers import Real
 from typing import Any, ParamSpec, TypeVar
 
 from moe_ext._checks import check_choice, check_kind, check_numbers, check_sizes
 from moe_ext.dispatch import COMBINES, DISPATCHERS, TokenDispatcher, Wire
-from moe_ext.nn.balance.losses import Balance
 from moe_ext.nn.balance.moved import Rebalance
 
 _P = ParamSpec("_P")
@@ -124,20 +122,13 @@ class Dispatch:
         return value if isinstance(value, Dispatch) else cls(value)
 
 
-# Deprecated arguments of `MoELayer`, with the argument and the field that replace them.
-MOVED = {
-    "capacity_factor": ("capacity", "factor"),
-    "balance_loss_coef": ("balance", "coef"),
-    "z_loss_coef": ("balance", "z_coef"),
-    "loss_mode": ("balance", "mode"),
-    "shared_ffn_dim": ("shared_expert", "ffn_dim"),
-    "shared_expert_gate": ("shared_expert", "gate"),
-    **{name: ("dispatcher", name) for name in ("combine", "wire", "overlap", "rebalance", "debug")},
-}
-
-
-# Arguments of layers of other libraries, with the argument of `MoELayer` that means the same.
+# Arguments of other libraries' layers and of earlier versions, with the argument of `MoELayer` that
+# means the same.
 ELSEWHERE = {
+    "capacity_factor": "capacity",
+    **dict.fromkeys(("balance_loss_coef", "z_loss_coef", "loss_mode"), "balance"),
+    **dict.fromkeys(("shared_ffn_dim", "shared_expert_gate"), "shared_expert"),
+    **dict.fromkeys(("combine", "wire", "overlap", "rebalance", "debug"), "dispatcher"),
     **dict.fromkeys(("hidden_size", "d_model", "dim", "embed_dim", "input_size"), "model_dim"),
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "ffn_hidden_size"), "ffn_dim"),
     **dict.fromkeys(("d_ff", "d_hidden", "hidden_dim", "inter_dim", "ff_dim"), "ffn_dim"),
@@ -158,17 +149,12 @@ ELSEWHERE = {
 }
 
 
-def takes_earlier_names(init: Callable[_P, None]) -> Callable[_P, None]:
-    """Let the constructor of a layer take the arguments of `MOVED`, with a DeprecationWarning.
-
-    Unknown arguments raise a TypeError, which names the argument of `MoELayer` for `ELSEWHERE`.
-    """
+def names_other_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
+    """Let the constructor of a layer raise a TypeError that names the argument for `ELSEWHERE`."""
     names = [*inspect.signature(init).parameters][1:]
 
     @functools.wraps(init)
     def taking(*args: _P.args, **options: _P.kwargs) -> None:
-        if not MOVED.keys().isdisjoint(options):
-            _move(type(args[0]).__name__, options)
         unknown = [name for name in options if name not in names]
         if unknown:
             told = (f"{n} (here {ELSEWHERE[n]})" if n in ELSEWHERE else n for n in unknown)
@@ -179,31 +165,3 @@ def takes_earlier_names(init: Callable[_P, None]) -> Callable[_P, None]:
         init(*args, **options)
 
     return taking
-
-
-def _move(owner: str, options: dict[str, Any]) -> None:
-    """Replace deprecated arguments among `options`, and warn."""
-    earlier = {name: options.pop(name) for name in [*options] if name in MOVED}
-    fields = dict[str, dict[str, Any]]()
-    for name, value in earlier.items():
-        argument, field = MOVED[name]
-        fields.setdefault(argument, {})[field] = value
-    for argument, values in fields.items():
-        given = options.get(argument)
-        if argument == "capacity":
-            if None not in (given, values["factor"]):
-                raise ValueError(
-                    f"{owner}: expected capacity_factor or capacity to be None, got "
-                    f"{values['factor']} and {given}"
-                )
-            options[argument] = values["factor"] if given is None else given
-        elif argument == "shared_expert":
-            values = {"ffn_dim": 0, **values}
-            options[argument] = SharedExpert(**values) if any(values.values()) else None
-        elif argument == "balance":
-            options[argument] = replace(Balance.of(owner, given), **values)
-        else:
-            options[argument] = replace(Dispatch.of(given or "auto"), **values)
-    old = ", ".join(f"{name}={value!r}" for name, value in earlier.items())
-    new = ", ".join(f"{argument}={options[argument]!r}" for argument in fields)
-    warnings.warn(f"{owner}: {old} is {new} now", DeprecationWarning, stacklevel=3)

@@ -1,8 +1,5 @@
 """Plans of training: sizes of models, rates of processors, and the quickest placement."""
 
-import warnings
-from typing import Any
-
 from moe_ext.comm.rates import CodecRate, CostTable
 from moe_ext.planner.apply import Applied
 from moe_ext.planner.cluster import CLUSTERS, ClusterSpec, Host, Level
@@ -47,10 +44,3 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
-
-
-def __getattr__(name: str) -> Any:
-    if name != "CostModel":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn("moe_ext.planner.CostModel is StepCost now", DeprecationWarning, stacklevel=2)
-    return StepCost

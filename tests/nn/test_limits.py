@@ -350,11 +350,6 @@ def test_a_router_sets_the_capacity():
         (lambda: Capacity(1.0, drop="last"), ValueError, r"drop to be one of .*, got 'last'"),
         (lambda: Capacity(1.0, overflow="x"), ValueError, r"overflow to be one of .*, got 'x'"),
         (
-            lambda: make_layer(Capacity(1.0), capacity_factor=1.0),
-            ValueError,
-            r"MoELayer: expected capacity_factor or capacity to be None, got 1.0 and Capacity",
-        ),
-        (
             lambda: make_layer("1.5"),
             TypeError,
             r"MoELayer: expected capacity to be of type Real or Capacity, got .1.5",

@@ -616,52 +616,6 @@ def test_the_constructor_takes_sixteen_arguments():
     assert len(inspect.signature(moe_ext.MoELayer).parameters) == 16
 
 
-@pytest.mark.parametrize(
-    ("earlier", "now", "text"),
-    [
-        ({"capacity_factor": 1.25}, {"capacity": 1.25}, "capacity_factor=1.25 is capacity=1.25"),
-        (
-            {"balance_loss_coef": 0.5, "z_loss_coef": 0.1, "balance": "sequence"},
-            {"balance": moe_ext.nn.Balance("sequence", coef=0.5, z_coef=0.1)},
-            "balance_loss_coef=0.5, z_loss_coef=0.1 is balance=Balance.scope='sequence'",
-        ),
-        (
-            {"loss_mode": "return"},
-            {"balance": moe_ext.nn.Balance(mode="return")},
-            "loss_mode='return' is balance=Balance.*mode='return'",
-        ),
-        ({"shared_ffn_dim": 4}, {"shared_expert": 4}, "shared_ffn_dim=4 is shared_expert=Shared"),
-        (
-            {"shared_ffn_dim": 4, "shared_expert_gate": True},
-            {"shared_expert": moe_ext.nn.SharedExpert(4, gate=True)},
-            "shared_expert=SharedExpert.ffn_dim=4, gate=True",
-        ),
-        ({"shared_ffn_dim": 0}, {"shared_expert": None}, "shared_expert=None now"),
-        (
-            {"dispatcher": "dedup", "combine": "reduced", "wire": "int8", "overlap": 2},
-            {"dispatcher": moe_ext.nn.Dispatch("dedup", combine="reduced", wire="int8")},
-            "is dispatcher=Dispatch.dispatcher='dedup', combine='reduced', wire=Wire.*overlap=2",
-        ),
-        (
-            {"rebalance": "exact", "debug": True},
-            {"dispatcher": moe_ext.nn.Dispatch(rebalance="exact", debug=True)},
-            "rebalance='exact', debug=True is dispatcher=Dispatch",
-        ),
-    ],
-    ids=str,
-)
-def test_earlier_arguments_warn_once_and_do_the_same(earlier, now, text):
-    torch.manual_seed(0)
-    with pytest.warns(DeprecationWarning, match=text) as caught:
-        layer = moe_ext.MoELayer(8, 6, 5, **earlier)
-    assert len(caught) == 1 and caught[0].filename == __file__
-    torch.manual_seed(0)
-    other = moe_ext.MoELayer(8, 6, 5, **now)
-    assert repr(layer) == repr(other) and layer.debug == other.debug
-    x = torch.randn(2, 4, 8)
-    assert torch.equal(layer(x), other(x))
-
-
 def test_losses_may_be_set_between_steps():
     layer = moe_ext.MoELayer(8, 6, 5)
     assert (layer.balance_loss_coef, layer.z_loss_coef, layer.loss_mode) == (0.01, 0.0, "inject")
@@ -671,6 +625,3 @@ def test_losses_may_be_set_between_steps():
         layer.balance_loss_coef = -1
     preset = moe_ext.nn.presets.qwen3(8, 6, 4, 2, balance="sequence")
     assert preset.balance == moe_ext.nn.Balance("sequence", coef=0.002)
-    with pytest.warns(DeprecationWarning, match="z_loss_coef=0.1 is balance=Balance"):
-        preset = moe_ext.nn.presets.qwen3(8, 6, 4, 2, z_loss_coef=0.1)
-    assert preset.balance == moe_ext.nn.Balance(coef=0.002, z_coef=0.1)
