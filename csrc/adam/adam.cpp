@@ -27,12 +27,6 @@ void check_like_param(const char* name, const Tensor& t, const Tensor& param) {
       shape_string(t));
 }
 
-// Throw if two arguments share memory, which the vectorised loops assume to be distinct.
-void check_apart(const char* name, const Tensor& t, const Tensor& other) {
-  MOE_CHECK(
-      !overlap(t, other), kOp, ": expected ", name, " to be in memory of its own, got some of another argument's");
-}
-
 } // namespace
 
 void check_adam_step(
@@ -52,19 +46,19 @@ void check_adam_step(
       grad.scalar_type() == ScalarType::Float || is_16bit(grad), kOp,
       ": expected grad to be float32, bfloat16 or float16, got ", dtype_string(grad));
   MOE_CHECK(step >= 1, kOp, ": expected step to be at least 1, got ", step);
-  check_apart("grad", grad, param);
-  check_apart("exp_avg", exp_avg, param);
-  check_apart("exp_avg", exp_avg, grad);
-  check_apart("exp_avg_sq", exp_avg_sq, param);
-  check_apart("exp_avg_sq", exp_avg_sq, grad);
-  check_apart("exp_avg_sq", exp_avg_sq, exp_avg);
+  check_apart(kOp, "grad", grad, "param", param);
+  check_apart(kOp, "exp_avg", exp_avg, "param", param);
+  check_apart(kOp, "exp_avg", exp_avg, "grad", grad);
+  check_apart(kOp, "exp_avg_sq", exp_avg_sq, "param", param);
+  check_apart(kOp, "exp_avg_sq", exp_avg_sq, "grad", grad);
+  check_apart(kOp, "exp_avg_sq", exp_avg_sq, "exp_avg", exp_avg);
   if (copy) {
     check_like_param("copy", *copy, param);
     MOE_CHECK(is_16bit(*copy), kOp, ": expected copy to be bfloat16 or float16, got ", dtype_string(*copy));
-    check_apart("copy", *copy, param);
-    check_apart("copy", *copy, grad);
-    check_apart("copy", *copy, exp_avg);
-    check_apart("copy", *copy, exp_avg_sq);
+    check_apart(kOp, "copy", *copy, "param", param);
+    check_apart(kOp, "copy", *copy, "grad", grad);
+    check_apart(kOp, "copy", *copy, "exp_avg", exp_avg);
+    check_apart(kOp, "copy", *copy, "exp_avg_sq", exp_avg_sq);
   }
 }
 

@@ -1,10 +1,12 @@
 #include "attention/attention.h"
 
 #include <cmath>
+#include <utility>
 
 #include "attention/attention_math.h"
 #include "common/dispatch.h"
 #include "common/library.h"
+#include "common/overlap.h"
 
 // Schema of the arguments of a block, which three operators share.
 #define MOE_EXT_BLOCK_ARGS                                                                                           \
@@ -165,6 +167,28 @@ void check_state(const char* op, const BlockArgs& args, const Tensor& out, const
   }
   MOE_CHECK(out.is_contiguous(), op, ": expected out to be contiguous, got strides of a view");
   MOE_CHECK(lse.is_contiguous(), op, ": expected lse to be contiguous, got strides of a view");
+  check_apart(op, "lse", lse, "out", out);
+  const auto check_read = [&](const char* name, const Tensor& t) {
+    check_apart(op, name, t, "out", out);
+    check_apart(op, name, t, "lse", lse);
+  };
+  check_read("q", args.q);
+  check_read("k", args.k);
+  check_read("v", args.v);
+  check_read("q_positions", args.q_positions);
+  check_read("k_positions", args.k_positions);
+  const std::pair<const char*, const OptionalTensor*> optional[] = {
+      {"q_documents", &args.q_documents},
+      {"k_documents", &args.k_documents},
+      {"key_mask", &args.key_mask},
+      {"alibi_slopes", &args.alibi_slopes},
+      {"bias", &args.bias},
+      {"seed", &args.seed}};
+  for (const auto& [name, tensor] : optional) {
+    if (*tensor) {
+      check_read(name, **tensor);
+    }
+  }
 }
 
 void check_block_backward(
@@ -255,6 +279,11 @@ void check_merge_into(
   MOE_CHECK(
       out.stride(3) == 1 || out.size(3) <= 1, op, ": expected the columns of out to be adjacent, got stride ",
       out.stride(3));
+  check_apart(op, "lse", lse, "out", out);
+  check_apart(op, "out_b", out_b, "out", out);
+  check_apart(op, "out_b", out_b, "lse", lse);
+  check_apart(op, "lse_b", lse_b, "out", out);
+  check_apart(op, "lse_b", lse_b, "lse", lse);
 }
 
 void check_merge_backward(

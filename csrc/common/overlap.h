@@ -23,4 +23,11 @@ inline bool overlap(const Tensor& a, const Tensor& b) {
   return static_cast<const char*>(a.data_ptr()) < end(b) && static_cast<const char*>(b.data_ptr()) < end(a);
 }
 
+// Refuses two arguments that share memory, of which the call writes at least one.
+inline void check_apart(
+    const char* op, const char* name, const Tensor& x, const char* other_name, const Tensor& other) {
+  MOE_CHECK(
+      !overlap(x, other), op, ": expected ", name, " to be in memory of its own, got a part of ", other_name, "'s");
+}
+
 } // namespace moe_ext

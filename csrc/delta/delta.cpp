@@ -58,9 +58,7 @@ void check_apply(const char* op, const Tensor& target, const Tensor& payload) {
   check_payload(op, payload);
   check_dense(op, "target", target);
   check_same_device(op, "payload", payload, "target", target);
-  MOE_CHECK(
-      !overlap(target, payload), op,
-      ": expected target and payload to be in memory of their own, got one in the other");
+  check_apart(op, "payload", payload, "target", target);
 }
 
 void check_hash(const Tensor& x, const std::optional<Tensor>& places) {

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "common/library.h"
+#include "common/overlap.h"
 
 namespace moe_ext::exponent {
 
@@ -34,19 +35,22 @@ Kind check_rows(const Tensor& x, int64_t num_rows) {
 Kind check_row(const Tensor& out, const Tensor& row, const Tensor& damaged) {
   const char* op = "decode_exponent_row_";
   const Kind kind = check_elements(op, "out", out);
-  check_payload(op, row, out, "out");
+  check_payload(op, row, out);
   check_dtype(op, "damaged", damaged, ScalarType::Long);
   MOE_CHECK(damaged.numel() == 1, op, ": expected damaged to be one number, got shape ", shape_string(damaged));
   check_same_device(op, "damaged", damaged, "out", out);
+  check_apart(op, "damaged", damaged, "out", out);
+  check_apart(op, "damaged", damaged, "row", row);
   check_length(op, row, out.numel());
   return kind;
 }
 
-void check_payload(const char* op, const Tensor& payload, const Tensor& beside, const char* name) {
+void check_payload(const char* op, const Tensor& payload, const Tensor& out) {
   check_dtype(op, "payload", payload, ScalarType::Byte);
   check_dim(op, "payload", payload, 1, "[bytes]");
-  check_same_device(op, "payload", payload, name, beside);
+  check_same_device(op, "payload", payload, "out", out);
   MOE_CHECK(payload.is_contiguous(), op, ": expected payload to be contiguous, got stride ", payload.stride(0));
+  check_apart(op, "payload", payload, "out", out);
 }
 
 void check_length(const char* op, const Tensor& payload, int64_t numel) {

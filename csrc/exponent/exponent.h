@@ -53,7 +53,7 @@ inline int64_t numel_of_row(int64_t numel, int64_t num_rows, int64_t row) {
 
 Kind check_row(const Tensor& out, const Tensor& row, const Tensor& damaged);
 
-void check_payload(const char* op, const Tensor& payload, const Tensor& beside, const char* name);
+void check_payload(const char* op, const Tensor& payload, const Tensor& out);
 
 // Refuses a payload that is too short for the head (header and table of sizes) of numel elements.
 void check_length(const char* op, const Tensor& payload, int64_t numel);

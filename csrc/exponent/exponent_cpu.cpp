@@ -87,7 +87,7 @@ int64_t decode(
 void decode_exponents_cpu(Tensor out, Tensor payload) {
   const char* op = "decode_exponents_";
   const Kind kind = check_elements(op, "out", out);
-  check_payload(op, payload, out, "out");
+  check_payload(op, payload, out);
   const uint8_t* bytes = data<const uint8_t>(payload);
   check_length(op, payload, out.numel());
   const int64_t wrong = decode(out, bytes, payload.numel(), block_starts(op, bytes, payload, out, kind), kind);

@@ -116,7 +116,7 @@ Tensor aligned(const Tensor& payload) {
 void decode_exponents_cuda(Tensor out, Tensor payload) {
   const char* op = "decode_exponents_";
   const Kind kind = check_elements(op, "out", out);
-  check_payload(op, payload, out, "out");
+  check_payload(op, payload, out);
   const DeviceScope device(out);
   const int64_t numel = out.numel(), blocks = num_blocks(numel);
   check_length(op, payload, numel);

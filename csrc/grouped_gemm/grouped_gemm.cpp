@@ -1,6 +1,7 @@
 #include "grouped_gemm/grouped_gemm.h"
 
 #include "common/library.h"
+#include "common/overlap.h"
 
 namespace moe_ext::grouped_gemm {
 
@@ -74,6 +75,9 @@ void check_backward_weight_add(
       sum.dim() == 3 && sum.size(0) == num_experts_of(expert_offsets) && sum.size(1) == rows.size(1) &&
           sum.size(2) == columns.size(1) && sum.is_contiguous(),
       op, ": expected sum to be a contiguous tensor of the weight's shape, got shape ", shape_string(sum));
+  check_apart(op, "sum", sum, "grad", grad);
+  check_apart(op, "sum", sum, "x", x);
+  check_apart(op, "sum", sum, "expert_offsets", expert_offsets);
 }
 
 void check_backward_bias(const Tensor& grad, const Tensor& expert_offsets) {

@@ -65,16 +65,13 @@ Format check_quantize(
   check_block(op, block, parsed);
   if (residual) {
     check_residual(op, "residual", *residual, x);
-    MOE_CHECK(!overlap(*residual, x), op, ": expected residual to be in memory of its own, got a part of x's");
+    check_apart(op, "residual", *residual, "x", x);
   }
   if (residual_in) {
     MOE_CHECK(
         residual.has_value(), op, ": expected residual to be given with residual_in, which is only read, got none");
     check_residual(op, "residual_in", *residual_in, x);
-    MOE_CHECK(
-        !overlap(*residual_in, *residual), op,
-        ": expected residual_in to be in memory of its own, got a part of "
-        "residual's");
+    check_apart(op, "residual_in", *residual_in, "residual", *residual);
   }
   const int64_t step = block == 0 ? kSharedBlock : block;
   MOE_CHECK(
@@ -85,6 +82,9 @@ Format check_quantize(
     check_dtype(op, "rng_state", *rng_state, ScalarType::Long);
     check_dim(op, "rng_state", *rng_state, 1, "[4]");
     check_size(op, "rng_state", *rng_state, 0, 4, "seed, tensor, step, rank");
+    if (residual) {
+      check_apart(op, "rng_state", *rng_state, "residual", *residual);
+    }
     MOE_CHECK(
         parsed != Format::kSign, op, ": expected rng_state to be absent for signs, which are not rounded, got one");
   }
@@ -114,7 +114,10 @@ Format check_dequantize_add(
   check_same_device(op, "out", out, "codes", codes);
   MOE_CHECK(
       out.is_contiguous(), op, ": expected out to be contiguous, got a strided tensor of shape ", shape_string(out));
-  return check_dequantize(op, codes, scales, out.numel(), format, block);
+  const Format parsed = check_dequantize(op, codes, scales, out.numel(), format, block);
+  check_apart(op, "codes", codes, "out", out);
+  check_apart(op, "scales", scales, "out", out);
+  return parsed;
 }
 
 namespace {

@@ -1,6 +1,7 @@
 #include "selection/topk.h"
 
 #include <cmath>
+#include <utility>
 
 #include "common/dispatch.h"
 #include "common/library.h"
@@ -32,12 +33,6 @@ void check_state(const char* op, const char* name, const Tensor& state, const Te
   MOE_CHECK(
       state.is_contiguous(), op, ": expected ", name, " to be contiguous, got a strided tensor of shape ",
       shape_string(state));
-}
-
-// Refuses an `x` that shares memory with `written`, which the call writes.
-void check_apart(const char* op, const char* name, const Tensor& x, const char* written_name, const Tensor& written) {
-  MOE_CHECK(
-      !overlap(x, written), op, ": expected ", name, " to be in memory of its own, got a part of ", written_name, "'s");
 }
 
 // Checks `residual_in` and `velocity_in`, from which the old state is read if they are given.
@@ -102,6 +97,15 @@ Scopes check_threshold_compress(
   const Tensor& grad = state.grad;
   check_same_device(op, "threshold", threshold, "grad", grad);
   check_dtype(op, "threshold", threshold, acc_dtype(grad.scalar_type()));
+  check_apart(op, "threshold", threshold, "grad", grad);
+  check_apart(op, "threshold", threshold, "residual", state.residual);
+  const std::pair<const char*, const std::optional<Tensor>*> others[] = {
+      {"velocity", &state.velocity}, {"residual_in", &state.residual_in}, {"velocity_in", &state.velocity_in}};
+  for (const auto& [name, tensor] : others) {
+    if (*tensor) {
+      check_apart(op, "threshold", threshold, name, **tensor);
+    }
+  }
   const Scopes scopes{grad.numel(), scope_elements(op, grad.numel(), scope_size), capacity};
   if (scope_size == 0) {
     check_dim(op, "threshold", threshold, 0, "[]");

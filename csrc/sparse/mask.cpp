@@ -40,9 +40,9 @@ void check_mask(const char* op, const char* name, const Tensor& dense, const Ten
   check_contiguous(op, name, dense);
   check_contiguous(op, "packed", packed);
   check_contiguous(op, "bitmap", bitmap);
-  MOE_CHECK(
-      !overlap(dense, packed) && !overlap(dense, bitmap) && !overlap(packed, bitmap), op, ": expected ", name,
-      ", packed and bitmap to be in memory of their own, got a part of another's");
+  check_apart(op, name, dense, "packed", packed);
+  check_apart(op, name, dense, "bitmap", bitmap);
+  check_apart(op, "packed", packed, "bitmap", bitmap);
 }
 
 void check_masked_mm(

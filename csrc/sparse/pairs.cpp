@@ -78,8 +78,8 @@ IndexLayout check_add_pairs(
   MOE_CHECK(start >= 0 && start <= numel, op, ": expected start to be in [0, ", numel, "], got ", start);
   MOE_CHECK(
       std::isfinite(divisor) && divisor != 0, op, ": expected divisor to be finite and other than 0, got ", divisor);
-  MOE_CHECK(!overlap(out, values), op, ": expected out to be in memory of its own, got a part of values'");
-  MOE_CHECK(!overlap(out, packed), op, ": expected out to be in memory of its own, got a part of packed's");
+  check_apart(op, "out", out, "values", values);
+  check_apart(op, "out", out, "packed", packed);
   return layout;
 }
 

@@ -70,7 +70,11 @@ W, G, M, V = made(10)
         ((W, G[:9], M, V), {}, r"expected grad to have 10 elements as param, got shape \[9\]$"),
         ((W, G, M.bfloat16(), V), {}, r"expected exp_avg to be Float, got BFloat16$"),
         ((W, torch.randn(20)[::2], M, V), {}, r"expected grad to be contiguous, got a strided"),
-        ((W, G, M, M), {}, r"expected exp_avg_sq to be in memory of its own, got some of another"),
+        (
+            (W, G, M, M),
+            {},
+            r"expected exp_avg_sq to be in memory of its own, got a part of exp_avg's",
+        ),
         ((W, W, M, V), {}, r"expected grad to be in memory of its own"),
         ((W, G, M, V), {"copy": W}, r"expected copy to be bfloat16 or float16, got Float$"),
         ((W, G, M, V), {"step": 0}, r"expected step to be at least 1, got 0$"),

@@ -81,5 +81,5 @@ def test_refuses(change, message):
 
 def test_one_tensor_is_refused_twice():
     x = torch.empty(8)
-    with pytest.raises(RuntimeError, match="memory of their own"):
+    with pytest.raises(RuntimeError, match="memory of its own"):
         ops.pack_masked_(x, x, torch.tensor([255], dtype=torch.uint8))

@@ -87,6 +87,13 @@ def calls(name, i):
     return made
 
 
+def by_kind(operator, given):
+    """Positional arguments, and keyword-only ones by name."""
+    declared = operator._schema.arguments[: len(given)]
+    named = {a.name: x for a, x in zip(declared, given, strict=True) if a.kwarg_only}
+    return given[: len(given) - len(named)], named
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(device, name):
     operator = op(name).default
@@ -108,9 +115,7 @@ def test_opcheck(device, name):
         for x in given:
             if isinstance(x, torch.Tensor):
                 x.requires_grad_(differentiable and x.is_floating_point())
-        declared = operator._schema.arguments[: len(given)]
-        named = {a.name: x for a, x in zip(declared, given, strict=True) if a.kwarg_only}
-        positional = given[: len(given) - len(named)]
+        positional, named = by_kind(operator, given)
         of_variant = number >= len(made) - len(VARIANTS.get(name, ()))
         own_graph = not emulation.is_active() and (of_variant or not in_another_graph)
         graph = ["test_aot_dispatch_dynamic"] if own_graph and name not in NOT_COMPILED else []
@@ -171,3 +176,40 @@ IN_PLACE = [
 def test_writes_show_in_version_counters(name):
     """Or autograd would take a saved tensor for what it was, and packed weights would stay."""
     assert all(moved > 0 for moved in moved_versions(name))
+
+
+WRITING = [
+    name
+    for name in NAMES
+    if any(a.alias_info and a.alias_info.is_write for a in op(name).default._schema.arguments)
+]
+
+
+def sharing(written, x):
+    """Copies of two tensors. The second begins in the last eight bytes of the first."""
+    begin = (written.nbytes - 1) // 8 * 8
+    memory = torch.zeros(begin + x.nbytes + 8, dtype=torch.uint8, device=x.device)
+    first = memory[: written.nbytes].view(written.dtype).view(written.shape)
+    second = memory[begin : begin + x.nbytes].view(x.dtype).view(x.shape)
+    return first.copy_(written), second.copy_(x)
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_what_is_written_shares_no_memory_with_another_argument(device, name):
+    operator = op(name).default
+    for arguments in calls(name, TABLE.Inputs(torch.bfloat16)):
+        given = TABLE.moved(arguments, device)
+        declared = operator._schema.arguments[: len(given)]
+        tensors = [i for i, x in enumerate(given) if isinstance(x, torch.Tensor) and x.numel()]
+        for i in tensors:
+            if not declared[i].alias_info or not declared[i].alias_info.is_write:
+                continue
+            for j in tensors:
+                if j == i:
+                    continue
+                pair = list(given)
+                pair[i], pair[j] = sharing(given[i], given[j])
+                positional, named = by_kind(operator, pair)
+                with pytest.raises(RuntimeError, match="in memory of its own"):
+                    operator(*positional, **named)
+                    pytest.fail(f"{declared[i].name} and {declared[j].name} share memory")
