@@ -3,7 +3,6 @@
 import copy
 import functools
 import io
-import itertools
 import math
 
 import pytest
@@ -39,29 +38,9 @@ from moe_ext.distributed.dtensor import local_part
 over_3, over_4 = Checks(), Checks()
 
 
-@over_3()
-def check_warm_up_is_adam_on_the_mean():
-    params, want = parameters(), parameters()
-    options = {"lr": 0.05, "betas": (0.8, 0.95)}
-    optimizer = optim.OneBitAdam(params, freeze_step=5, weight_decay=0.1, **options)
-    adam = torch.optim.AdamW(want, weight_decay=0.1, foreach=True, **options)
-    ranks = dist.get_world_size()
-    for step in range(5):
-        give(params, step, dist.get_rank())
-        for index, p in enumerate(want):
-            grads = [rank_gradient(p.shape, step, rank, index) for rank in range(ranks)]
-            p.grad = torch.stack(grads).mean(0)
-        kept = [p.grad.clone() for p in params]
-        optimizer.step()
-        adam.step()
-        assert all(torch.equal(p.grad, k) for p, k in zip(params, kept, strict=True))
-    torch.testing.assert_close(params, want, rtol=1e-5, atol=1e-5)
-
-
-@over_3(*itertools.product(MAKERS, (torch.float32, torch.bfloat16)))
-@over_4(("OneBitAdam", torch.float32))
-def check_equal_bits(name, dtype):
-    params = parameters(dtype)
+@over_3(*((name,) for name in MAKERS))
+def check_equal_bits_in_bfloat16(name):
+    params = parameters(torch.bfloat16)
     optimizer = MAKERS[name](params, lr=0.05, weight_decay=0.1)
     before = [p.detach().clone() for p in params]
     for step in range(10):
@@ -73,6 +52,7 @@ def check_equal_bits(name, dtype):
     assert not torch.equal(params[0], before[0])
     assert all(bool(torch.isfinite(p).all()) for p in params)
     assert not bool(owed(optimizer).any())
+    assert {optimizer.state[p]["exp_avg"].dtype for p in params} == {torch.float32}
 
 
 def adam_of_ranks(w, grads, **common):
@@ -412,67 +392,6 @@ def check_masks():
     with pytest.raises(ValueError, match=message + ".* on rank 1"):
         optimizer.step()
     assert torch.equal(params[0], weights)
-
-
-class SignOfGradient(torch.optim.Adam):
-    """The negative control: signs of gradients, no memory of the error, under Adam."""
-
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                signs = p.grad.sign() * p.grad.abs().mean()
-                dist.all_reduce(signs)
-                p.grad = signs / dist.get_world_size()
-        super().step()
-
-
-def trained(make, ranks=None, steps=120):
-    """Squared error of a regression against the mean of a skewed distribution.
-
-    A sign without a memory of its error follows the median. Gradients are those of this rank's
-    samples, or means over samples of several ranks.
-    """
-    torch.manual_seed(3)
-    model, teacher = nn.Linear(8, 70), nn.Linear(8, 70)
-    optimizer = make(list(model.parameters()))
-    ranks = [dist.get_rank()] if ranks is None else ranks
-    generators = [torch.Generator().manual_seed(40 + rank) for rank in ranks]
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.05 * (1 - step / steps)
-        x = torch.cat([torch.randn(1, 8, generator=g) for g in generators])
-        noise = torch.cat([torch.empty(1, 70).exponential_(generator=g) for g in generators]) - 1
-        optimizer.zero_grad()
-        (model(x) - teacher(x).detach() - 2 * noise).square().mean().backward()
-        optimizer.step()
-    return sum(
-        (p - q).square().sum().item()
-        for p, q in zip(model.parameters(), teacher.parameters(), strict=True)
-    )
-
-
-@over_3()
-def check_convergence():
-    """Dense steps are those of one process on the samples of all ranks."""
-    ranks = range(dist.get_world_size())
-    alone = [dist.new_group([rank]) for rank in ranks][dist.get_rank()]
-    adam, lamb = (
-        trained(lambda p, c=cls: c([{"params": p, "non_freeze": True}], group=alone), ranks)
-        for cls in (optim.OneBitAdam, optim.OneBitLamb)
-    )
-    control = trained(SignOfGradient)
-    one_bit = trained(lambda p: optim.OneBitAdam(p, freeze_step=30, block=BLOCK))
-    one_bit_lamb = trained(lambda p: optim.OneBitLamb(p, freeze_step=30, block=BLOCK))
-    zero_one = trained(
-        lambda p: optim.ZeroOneAdam(
-            p, var_freeze_step=60, local_step_scaler=30, local_step_clipper=4, block=BLOCK
-        )
-    )
-    found = f"{adam=} {one_bit=} {zero_one=} {control=} {lamb=} {one_bit_lamb=}"
-    assert one_bit < 1.3 * adam, found
-    assert zero_one < 1.6 * adam, found
-    assert max(one_bit, zero_one) < 0.4 * control, found
-    assert one_bit_lamb < 1.3 * lamb, found
 
 
 test_over_three_ranks = over_3.test(3)

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import io
 import itertools
 import os
 
@@ -36,27 +35,6 @@ over_3, over_4 = Checks(), Checks()
 @functools.cache
 def first_ranks(count):
     return dist.new_group(list(range(count)))
-
-
-@over_3(
-    *((name, *how) for name in MAKERS for how in ((2, "float32"), (5, "bfloat16"), (9, "float32")))
-)
-def check_resume_has_the_same_bits(name, steps, dtype):
-    params = parameters(getattr(torch, dtype))
-    optimizer = MAKERS[name](params, lr=0.05, weight_decay=0.1)
-    run(optimizer, params, range(steps))
-    file = io.BytesIO()
-    torch.save(optimizer.rank_state_dict(), file)
-    copies = [nn.Parameter(p.detach().clone()) for p in params]
-    resumed = MAKERS[name](copies)
-    file.seek(0)
-    resumed.load_state_dict(torch.load(file))
-    assert resumed.param_groups[0]["lr"] == 0.05 and resumed.steps_taken == steps
-    run(optimizer, params, range(steps, steps + 6))
-    run(resumed, copies, range(steps, steps + 6))
-    assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
-    assert_same(optimizer.rank_state_dict(), resumed.rank_state_dict())
-    assert {optimizer.state[p]["exp_avg"].dtype for p in params} == {torch.float32}
 
 
 @over_3()
@@ -330,20 +308,6 @@ def check_messages_on_every_rank():
             match="to be plain tensors or experts over ranks, got a DTensor for parameter 0 of",
         ):
             make([d]).step()
-
-
-@over_3(*((name,) for name in MAKERS))
-def check_a_state_loaded_on_one_rank_is_told(name):
-    params, rank = parameters(), dist.get_rank()
-    optimizer = MAKERS[name](params, lr=0.05)
-    if rank == 1:
-        others = parameters()
-        adam = torch.optim.AdamW(others)
-        run(adam, others, range(2))
-        optimizer.load_state_dict(adam.state_dict())
-    give(params, 0, rank)
-    with pytest.raises(ValueError, match="expected the number of the step to be equal"):
-        optimizer.step()
 
 
 @over_3(*((name,) for name in MAKERS))
