@@ -326,28 +326,6 @@ def test_param_groups_tell_matrices_vectors_and_stacked_experts():
         assert optimizer.param_groups[2]["param_names"] == names["stacked experts"]
 
 
-def test_a_model_learns_with_each():
-    torch.manual_seed(0)
-    x = torch.randn(64, 6)
-    target = x @ torch.randn(6, 8)
-    for make in MAKERS.values():
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(6, 32), nn.GELU(), nn.Linear(32, 8))
-        optimizer = make(optim.param_groups(model))
-        for group in optimizer.param_groups:
-            group["lr"] = 0.3 if isinstance(optimizer, optim.LARS) else 0.03
-            if "trust_coefficient" in group:
-                group["trust_coefficient"] = 0.05
-        losses = []
-        for _ in range(100):
-            optimizer.zero_grad()
-            loss = (model(x) - target).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        assert losses[-1] < 0.3 * losses[0]
-
-
 W = nn.Parameter(torch.zeros(3))
 BAD = [
     (optim.LAMB, {"lr": -1.0}, "LAMB: expected lr to be at least 0 and finite, got -1.0"),
