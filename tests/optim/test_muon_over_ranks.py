@@ -141,19 +141,19 @@ def trained_alone(name="Muon", **options):
     return whole
 
 
-@CHECKS()
-def fsdp_trains_as_one_process():
+@CHECKS(("Muon",), *((name,) for name in MAKERS))
+def fsdp_trains_as_one_process(name):
     model = Model()
     for block in (model.moe, model):
         fully_shard(block, mesh=init_device_mesh("cpu", (4,)))
-    optimizer = muon(model)
+    optimizer = optimizer_of(name, model)
     train(model, optimizer, range(1))
-    resumed = muon(model)
+    resumed = optimizer_of(name, model)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     train(model, resumed, range(1, 2))
-    wanted = dict(trained_alone().named_parameters())
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.full_tensor(), wanted[name], **TIGHT)
+    wanted = dict(trained_alone(name).named_parameters())
+    for path, p in model.named_parameters():
+        torch.testing.assert_close(p.full_tensor(), wanted[path], **TIGHT)
 
 
 @CHECKS(
