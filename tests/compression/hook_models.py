@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import os
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from moe_ext.compression import (
     compress_hook,
 )
 from moe_ext.compression.feedback import by_name
-from moe_ext.distributed import count_traffic
+from moe_ext.distributed import RankFailureError, count_traffic
 
 # Small enough for several buckets.
 CAP_MB = 0.008
@@ -324,6 +325,58 @@ class Chooser(CostModel):
 
     def explain(self):
         return "a table"
+
+
+def assert_mean_of_short_gradients(codec, dtype, average=True, **options):
+    """Check that a step of gradients of a type is their mean or sum, but for what is owed."""
+    parallel, state = wrapped(Net().to(dtype), codec=codec, average=average, **options)
+    twin = copy.deepcopy(parallel.module)
+    for model in (parallel, twin):
+        model(batch(0).to(dtype)).square().mean().backward()
+    owed = by_name(state.state_dict()["memory"])
+    divisor = dist.get_world_size() if average else 1
+    for (name, p), q in zip(parallel.module.named_parameters(), twin.parameters(), strict=True):
+        assert p.grad.dtype == dtype and same_on_all_ranks(p.grad), name
+        left = owed.get(name, {}).get("residual")
+        want = summed(q.grad) - (0.0 if left is None else summed(left))
+        magnitude = summed(q.grad.abs()).max() / divisor
+        # Rounded once on the way in each rank, once in a sum, once in the result.
+        bound = (4 * 2.0**-8 if dtype != torch.float32 else 0.02) * magnitude + 1e-6
+        assert (p.grad.double() - want / divisor).abs().max() <= bound, (codec, dtype, name)
+
+
+def bytes_of_words(sparse, rtol, atol, **options):
+    """(bytes of each of three steps, of the gradients), which are checked to be those of DDP.
+
+    In the second step a rank has no words.
+    """
+    parallel, _ = wrapped(Words(sparse=sparse), codec="none", **options)
+    ours, theirs = parallel.module, Words()
+    plain, sent = reference(model=theirs), []
+    for step in range(3):
+        count = 0 if step == 1 and dist.get_rank() == 1 else 3
+        words_backward(plain, step, count)
+        with count_traffic() as traffic:
+            words_backward(parallel, step, count)
+        sent.append(traffic.total_bytes)
+        for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(dense(p.grad), q.grad, rtol=rtol, atol=atol, msg=name)
+    assert ours.embedding.weight.grad.is_sparse == sparse
+    return sent, 4 * sum(p.numel() for p in theirs.parameters())
+
+
+def dies_in_the_backward_pass(rank, dying, match, **options):
+    """A rank ends before the third backward pass; True from the others, which change nothing."""
+    parallel, state = wrapped(codec=TopK(0.1), **options)
+    for step in range(2):
+        gradients_of(parallel, step)
+    loss = loss_of(parallel, batch(2))
+    if rank == dying:
+        os._exit(7)
+    named = pytest.raises(RankFailureError, match=match)
+    with nothing_changes(parallel, state), named:
+        loss.backward()
+    return True
 
 
 def momentum_is_that_of_sgd(**options):

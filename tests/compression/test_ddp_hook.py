@@ -1,4 +1,3 @@
-import copy
 import math
 
 import pytest
@@ -11,6 +10,7 @@ from hook_models import (
     Chooser,
     Ledger,
     Net,
+    assert_mean_of_short_gradients,
     batch,
     conserving_steps,
     gradients_of,
@@ -138,7 +138,7 @@ def hook_of_another_state(
     return compress_hook(states[0], bucket)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_none_is_plain_ddp_and_codecs_conserve(world):
     spawn_ranks(rank_of_any_number, world)
 
@@ -163,34 +163,6 @@ def check_bf16_rounds_once_a_rank_and_once_an_addition():
         assert bool(((gradient - summed(local[name]) / size).abs() <= bound + 1e-30).all()), name
 
 
-def check_gradients_of_16_bits():
-    for dtype, bits in ((torch.bfloat16, 8), (torch.float16, 11)):
-        for codec in ("none", "bf16", "int8", TopK(1.0), TopK(0.2)):
-            parallel, state = wrapped(Net().to(dtype), codec=codec)
-            twin, size = copy.deepcopy(parallel.module), dist.get_world_size()
-            for one in (parallel, twin):
-                one(batch(0).to(dtype)).square().mean().backward()
-            local = {n: p.grad for n, p in twin.named_parameters()}
-            for name, p in parallel.module.named_parameters():
-                assert p.grad.dtype == dtype and same_on_all_ranks(p.grad)
-                left = by_name(state.state_dict()["memory"]).get(name, {}).get("residual")
-                owed = 0.0 if left is None else summed(left) / size
-                magnitude = summed(local[name].abs()) / size
-                # Rounded once on the way in each rank, once in a sum, once in the result.
-                bound = 4 * 2.0 ** -min(bits, 8) * magnitude.max() + 1e-6
-                error = (p.grad.double() + owed - summed(local[name]) / size).abs()
-                assert (error <= bound).all(), (dtype, codec, name)
-
-
-def check_buckets_are_rebuilt_and_residuals_follow():
-    parallel, state = wrapped(codec=TopK(0.05))
-    ledger, groups = Ledger(state, parallel.module), []
-    for step in range(2):
-        ledger.hooked_step(parallel, step)
-        groups.append(set(state.memory.memories))
-    assert groups[0] != groups[1]
-
-
 class Laid(nn.Module):
     """Parameters of any strides, whose gradients are given."""
 
@@ -210,6 +182,12 @@ class Laid(nn.Module):
 
     def forward(self, gradients):
         return sum((p * g).sum() for p, g in zip(self.parameters(), gradients, strict=True))
+
+
+def check_gradients_of_16_bits():
+    for dtype in (torch.bfloat16, torch.float16):
+        for codec in ("none", "bf16", "int8", TopK(1.0), TopK(0.2)):
+            assert_mean_of_short_gradients(codec, dtype)
 
 
 def check_parameters_of_any_strides_are_as_contiguous_ones():

@@ -1,8 +1,8 @@
 """Steps that fail leave no trace on any rank."""
 
 import contextlib
+import functools
 import math
-import os
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from hook_models import (
     Net,
     assert_same_bits,
     batch,
+    dies_in_the_backward_pass,
     gradients_of,
     local_gradients,
     loss_of,
@@ -37,7 +38,6 @@ from moe_ext.compression import (
     reducer,
 )
 from moe_ext.compression.cost_model import TIMED_EVERY, TRIAL_TURNS
-from moe_ext.distributed import RankFailureError
 from moe_ext.testing import spawn_ranks
 
 
@@ -311,18 +311,6 @@ def check_a_nan_reaches_a_rank_that_has_joined():
 test_fault = Checks.of(globals()).test(2)
 
 
-def rank_dies(rank):
-    parallel, state = wrapped(codec=TopK(0.1))
-    for step in range(2):
-        gradients_of(parallel, step)
-    loss = loss_of(parallel, batch(2))
-    if rank == 1:
-        os._exit(7)
-    named = pytest.raises(RankFailureError, match="but rank 1 died")
-    with nothing_changes(parallel, state), named:
-        loss.backward()
-    return True
-
-
 def test_a_rank_that_dies_in_the_backward_pass():
-    assert spawn_ranks(rank_dies, 2, may_die=[1]) == [True, None]
+    die = functools.partial(dies_in_the_backward_pass, dying=1, match="but rank 1 died")
+    assert spawn_ranks(die, 2, may_die=[1]) == [True, None]
