@@ -1,6 +1,5 @@
 """Codecs called directly: what no group means, and what several of one kind share of a memory."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from hook_models import opened, same_on_all_ranks
@@ -8,15 +7,11 @@ from rank_checks import Checks
 
 from moe_ext.compression import (
     BlockSparse,
-    CompressionState,
-    CostModel,
     Dense,
-    Link,
     OneBit,
     Quantize,
     Threshold,
     TopK,
-    compress_gradients,
 )
 from moe_ext.compression.codecs import Unsent
 from moe_ext.compression.powersgd import PowerSGD
@@ -98,47 +93,7 @@ def powersgd_changes_its_rank():
     assert owed.abs().max() > 0.1
 
 
-@two()
-def a_cost_model_may_choose_between_two_ranks():
-    model = torch.nn.Linear(200, 200, bias=False)
-    state = CompressionState(model=model, candidates=("none", PowerSGD(2), PowerSGD(4)))
-    state.cost_model = InTurn([Dense(), PowerSGD(2), PowerSGD(4), PowerSGD(2), Dense()])
-    applied, want = torch.zeros(200, 200), torch.zeros(200, 200)
-    for _ in range(5):
-        local = torch.randn(200, 200, generator=torch.Generator().manual_seed(dist.get_rank()))
-        model.weight.grad = local.clone()
-        assert compress_gradients(model, state)
-        applied += model.weight.grad
-        want += local
-        owed = state.residuals().get("weight", torch.zeros(200, 200))
-        both = torch.stack([want, owed])
-        dist.all_reduce(both)
-        torch.testing.assert_close(2 * applied + both[1], both[0], rtol=1e-4, atol=1e-4)
-    assert not owed.any()
-
-
-class InTurn(CostModel):
-    """Takes what it is told, one after the other."""
-
-    def __init__(self, codecs):
-        super().__init__(link=Link.of_rate(1e9))
-        self.codecs = iter(codecs)
-
-    def choose(self, numel, codecs, *, bucket, current=None):
-        return next(self.codecs)
-
-
 test_two_ranks = two.test(2)
-
-
-@pytest.mark.parametrize("name", CODECS)
-def test_without_ranks_everything_is_applied_or_owed(name):
-    memory = opened(SHAPES)
-    found = CODECS[name].start(gradient(0), memory).wait().float()
-    memory.commit()
-    owed = memory.whole("residual")
-    lost = gradient(0) - found if owed is None else gradient(0) - found - owed
-    assert lost.abs().max() < (0.02 if name == "bf16" else 1e-5)
 
 
 def test_what_stands_in_for_a_codec_keeps_its_momentum():
