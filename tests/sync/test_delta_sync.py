@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import moe_ext
 from moe_ext import sync
 from moe_ext.sync.region import Region
 from moe_ext.sync.update import KINDS
@@ -153,18 +152,6 @@ def first(update, **facts):
 def last(update, **facts):
     entries = (*update.entries[:-1], dataclasses.replace(update.entries[-1], **facts))
     return dataclasses.replace(update, entries=entries)
-
-
-def test_another_base_is_refused_by_its_hash():
-    """The version says the same, the weights do not: nothing is written."""
-    state, encoder, here, receiver = followed()
-    here["dense"][0, 0] += 1
-    state["dense"][0, 0] += 2
-    state["bias"][0] += 1
-    before = copies(here)
-    with pytest.raises(ValueError, match="expected dense to have the hash"):
-        receiver.apply(encoder.encode())
-    assert_same(before, here)
 
 
 @functools.cache
@@ -430,20 +417,6 @@ def test_the_smallest_weights_are_quantised(dtype, flushed):
         torch.set_flush_denormal(False)
 
 
-def test_a_module_of_experts():
-    """A layer's state dict is written in place, and computes the same."""
-    torch.manual_seed(0)
-    layer, other = (moe_ext.MoELayer(16, 32, 4) for _ in range(2))
-    encoder, receiver = sync.DeltaEncoder(layer), sync.DeltaReceiver(other)
-    receiver.apply(encoder.full())
-    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-3)
-    x = torch.randn(9, 16)
-    layer(x).sum().backward()
-    optimizer.step()
-    receiver.apply(encoder.encode())
-    assert torch.equal(layer(x), other(x))
-
-
 @pytest.mark.parametrize("end", [0, 1])
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_compiled_module_has_the_names_of_a_plain_one(end, whole):
@@ -602,23 +575,19 @@ def test_parts_that_overlap_otherwise_are_refused():
         sync.DeltaReceiver({"w": w.clone()}).apply(dataclasses.replace(update, entries=(part,)))
 
 
-def replaced_dtype(module):
-    module.to(torch.bfloat16)
+def copied(module):
+    return copies(module.state_dict())
 
 
-def replaced_values(module):
-    module.load_state_dict({k: v.clone() for k, v in module.state_dict().items()}, assign=True)
-
-
-def replaced_parameter(module):
-    module.weight = torch.nn.Parameter(module.weight.detach().clone())
-
-
-def one_more(module):
-    module.register_buffer("more", torch.zeros(2))
-
-
-@pytest.mark.parametrize("replace", [replaced_dtype, replaced_values, replaced_parameter, one_more])
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda module: module.to(torch.bfloat16),
+        lambda module: module.load_state_dict(copied(module), assign=True),
+        lambda module: setattr(module, "weight", nn.Parameter(copied(module)["weight"])),
+        lambda module: module.register_buffer("more", torch.zeros(2)),
+    ],
+)
 def test_a_receiver_notices_that_tensors_were_replaced(replace):
     source, module = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
     encoder, receiver = sync.DeltaEncoder(source), sync.DeltaReceiver(module)
