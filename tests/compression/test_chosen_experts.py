@@ -146,22 +146,6 @@ def bytes_are_the_chosen_share():
 
 
 @CHECKS()
-def pruned_and_chosen_together():
-    ends = []
-    for chosen in (False, True):
-        model = sharded(False)
-        compression.prune(model, density=0.25)
-        if chosen:
-            compression.pack_fsdp_messages(model, chosen_experts=True)
-        with md.count_traffic() as traffic:
-            in_turns(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-        ends.append(weights(model))
-    assert_same(ends[1], ends[0])
-    whole = sum(p.numel() for layer in model.layers for p in layer.experts.parameters())
-    assert traffic.sent_bytes["reduce_scatter"] < 3 * 4 * whole // 2 * 0.3
-
-
-@CHECKS()
 def experts_that_stay_gathered_are_refused():
     kept = sharded(False, reshard_after_forward=False)
     with pytest.raises(ValueError, match=r"layers.0.experts to be resharded over all of its ranks"):
