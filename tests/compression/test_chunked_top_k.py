@@ -73,18 +73,3 @@ def test_bytes_of_another_rank_stay_inside():
     room = torch.zeros(40)
     codec.decode_add_(room[16:21], torch.full((codec.payload_bytes(5),), 255, dtype=torch.uint8))
     assert (room[:16] == 0).all() and (room[21:] == 0).all()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"chunk": 1}, r"expected chunk to be in \[2, 65536\], got 1"),
-        ({"chunk": 4096, "dct": True}, r"expected chunk to be in \[2, 1024\], got 4096"),
-        ({"k": 0}, "expected k to be in"),
-        ({"bits": 3}, "expected bits to be 2 or 32, got 3"),
-        ({"decay": 1.5}, "expected decay to be in"),
-    ],
-)
-def test_refuses(options, message):
-    with pytest.raises(ValueError, match=message):
-        ChunkedTopK(**options)

@@ -310,18 +310,6 @@ def test_where_nobody_measures_trials_end(known_rates):
     assert TRIAL_TURNS <= sum(codec in (DENSE, BF16) for codec in used) <= 2 * TRIAL_TURNS
 
 
-@pytest.mark.parametrize("disturbed", range(TRIAL_TURNS))
-def test_one_disturbed_turn_does_not_decide_a_trial(known_rates, disturbed):
-    """For 256 turns: nobody measures what was found to be slow."""
-    model = model_on(Link.of_rate(10e9))
-    seconds = {DENSE: [2e-3] * 20, BF16: [4e-3] * 20}
-    seconds[DENSE][disturbed] = 50e-3
-    for _ in range(3 * TRIAL_TURNS):
-        codec = model.choose(NUMEL, (DENSE, BF16), bucket=0)
-        model.record(0, codec, seconds[codec].pop(0))
-    assert codec == DENSE
-
-
 def test_the_first_measurement_only_counts_until_there_is_another(known_rates):
     model = model_on(SLOW)
     model.choose(NUMEL, ALL, bucket=0)

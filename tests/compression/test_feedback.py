@@ -8,11 +8,14 @@ from torch import nn
 
 from moe_ext.compression import (
     BlockSparse,
+    ChunkedTopK,
     CodecMemory,
     CompressionState,
     Dense,
     OneBit,
+    Outliers,
     Policy,
+    PowerSGD,
     Quantize,
     Threshold,
     TopK,
@@ -373,6 +376,22 @@ def test_names(name):
         (lambda: TopK(1.5), r"TopK: expected density to be in \[0, 1\], got 1.5"),
         (lambda: TopK(scope=0), "TopK: expected scope to be at least 1, got 0"),
         (lambda: TopK(momentum=1.0), "TopK: expected momentum to be None or in"),
+        (lambda: PowerSGD(rank=0), "PowerSGD: expected rank to be at least 1, got 0"),
+        (
+            lambda: PowerSGD(min_compression_rate=0.5),
+            "expected min_compression_rate to be at least 1, got 0.5",
+        ),
+        (lambda: PowerSGD(epsilon=0.0), "expected epsilon to be above 0 and finite, got 0.0"),
+        (lambda: ChunkedTopK(chunk=1), r"expected chunk to be in \[2, 65536\], got 1"),
+        (
+            lambda: ChunkedTopK(chunk=4096, dct=True),
+            r"expected chunk to be in \[2, 1024\], got 4096",
+        ),
+        (lambda: ChunkedTopK(k=0), "expected k to be in"),
+        (lambda: ChunkedTopK(bits=3), "expected bits to be 2 or 32, got 3"),
+        (lambda: ChunkedTopK(decay=1.5), "expected decay to be in"),
+        (lambda: Outliers(fraction=1), r"fraction to be in \(0, 1\), got 1"),
+        (lambda: Outliers("sign"), "format to be one of"),
         (lambda: Threshold(-0.1), "Threshold: expected density to be in"),
         (lambda: BlockSparse(0), "BlockSparse: expected block to be 'row' or at least 1, got 0"),
         (

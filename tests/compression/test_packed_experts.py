@@ -206,10 +206,3 @@ def test_outliers_as_a_codec(format, numel):
 def test_refuses_options_by_their_names(options, message):
     with pytest.raises(ValueError, match=f"PackedExperts: expected {message}"):
         compression.PackedExperts(experts(), **options)
-
-
-def test_outliers_refuse():
-    with pytest.raises(ValueError, match=r"fraction to be in \(0, 1\), got 1"):
-        compression.Outliers(fraction=1)
-    with pytest.raises(ValueError, match="format to be one of"):
-        compression.Outliers("sign")
