@@ -80,7 +80,7 @@ class Forgetful(Short):
 for made in (Short, Loudest, Forgetful):
     register_codec(made.name, lambda density, made=made: made())
 register_codec("one_scale", lambda density: Quantize("int3", block=None))
-NAMES = ("short", "loudest", "forgetful", "int6", "int3", "int2", "one_scale")
+NAMES = ("short", "loudest", "forgetful", "int3", "one_scale")
 WRONG = [(-2, torch.uint8), (32, torch.uint8), (0, torch.int8), (0, torch.bfloat16)]
 two = Checks()
 

@@ -364,7 +364,7 @@ TABLE = {
         lambda _: StateRow("topk"),
         lambda _: StateRow("onebit", hooked=True),
     ],
-    "CompressedReduceScatter": [*map(scattered, ("int8", "int4", "bf16", "sign"))],
+    "CompressedReduceScatter": [*map(scattered, ("int8", "sign"))],
     "CompressedAllReduce": [lambda _: FsdpRow(True, node_codec="int3")],
     "OneBitAdam": [one_bit(optim.OneBitAdam, freeze_step=3, variance_interval=1)],
     "OneBitLamb": [one_bit(optim.OneBitLamb, freeze_step=3, block=64)],

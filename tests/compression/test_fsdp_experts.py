@@ -12,9 +12,7 @@ from fsdp_checks import (
     Model,
     assert_a_pass_is_not_finite,
     assert_nothing_is_lost,
-    assert_same,
     backward,
-    gradients,
     is_compressed,
     owed,
 )
@@ -43,21 +41,6 @@ def wrapped(dp, ep, each_a_module=False):
             fully_shard(block.moe.experts, mesh=mesh.replica_mesh)
         md.fully_shard(block, mesh)
     return md.fully_shard(model, mesh)
-
-
-@CHECKS((2, 2), (1, 4))
-def without_a_format_nothing_changes(dp, ep):
-    plain, model = wrapped(dp, ep), wrapped(dp, ep)
-    zero_plus_plus(
-        model,
-        zero_quantized_weights=True,
-        zero_quantized_gradients=True,
-        weight_format="none",
-        gradient_format="none",
-    )
-    for one in (plain, model):
-        backward(one, 0)
-    assert_same(gradients(model), gradients(plain))
 
 
 def coded(dp, ep, each_a_module=False):

@@ -346,10 +346,8 @@ def compressed(kind, codec):
 
 
 @four(
-    ("scattered", Brief()),
     ("scattered", Quantize("int6", block=None)),
     ("scattered", TopK(0.1)),
-    ("nodes", "int8"),
     ("nodes", "sign"),
     ("nodes", "topk"),
     ("both", "topk"),
