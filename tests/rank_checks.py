@@ -168,12 +168,28 @@ def shared_folder():
         dist.barrier()
 
 
-def of_ranks(tensor):
+def of_ranks(tensor, group=None):
     """A tensor of every rank, or of each its part of one; a collective."""
     mine = local_part(tensor.detach()).contiguous()
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, mine)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, mine, group=group)
     return found
+
+
+def assert_same_bits(got, want):
+    """Assert that nested values hold the same, in the same order."""
+    assert type(got) is type(want)
+    if isinstance(want, torch.Tensor):
+        assert torch.equal(got, want)
+    elif isinstance(want, dict):
+        assert list(got) == list(want)
+        for key in want:
+            assert_same_bits(got[key], want[key])
+    elif isinstance(want, list | tuple):
+        for one, other in zip(got, want, strict=True):
+            assert_same_bits(one, other)
+    else:
+        assert got == want
 
 
 def full(tensor):

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from rank_checks import of_ranks
+from rank_checks import assert_same_bits, of_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -173,23 +173,6 @@ def state_bits(state):
     """Steps and all that is remembered."""
     state = state.state_dict()
     return [state["step"], state["memory"]]
-
-
-def assert_same_bits(got, want):
-    """Assert that nested values hold the same, in the same order."""
-    assert type(got) is type(want)
-    if isinstance(want, torch.Tensor):
-        assert torch.equal(got, want)
-    elif isinstance(want, dict):
-        assert list(got) == list(want)
-        for key in want:
-            assert_same_bits(got[key], want[key])
-    elif isinstance(want, list):
-        assert len(got) == len(want)
-        for one, other in zip(got, want, strict=True):
-            assert_same_bits(one, other)
-    else:
-        assert got == want
 
 
 @contextlib.contextmanager

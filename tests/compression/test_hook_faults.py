@@ -12,7 +12,6 @@ from hook_models import (
     KINDS,
     Ledger,
     Net,
-    assert_same_bits,
     batch,
     dies_in_the_backward_pass,
     gradients_of,
@@ -22,7 +21,7 @@ from hook_models import (
     state_bits,
     wrapped,
 )
-from rank_checks import Checks
+from rank_checks import Checks, assert_same_bits
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.comm.link import Link

@@ -12,7 +12,6 @@ from hook_models import (
     Net,
     Words,
     assert_mean_of_short_gradients,
-    assert_same_bits,
     batch,
     bytes_of_words,
     conserving_steps,
@@ -31,7 +30,7 @@ from hook_models import (
     words_backward,
     wrapped,
 )
-from rank_checks import Checks
+from rank_checks import Checks, assert_same_bits
 from torch import nn
 
 from moe_ext import distributed as md
@@ -331,9 +330,9 @@ def rank_elastic(rank, states, node_size):
 
 
 def test_resuming_on_other_numbers_of_ranks():
-    """Four ranks on two nodes, two and three on none, four on two, two on one."""
+    """Four ranks on two nodes, three on none, two on one."""
     found = spawn_ranks(rank_elastic, 4, (None, None), 2)
-    for turn, (size, node_size) in enumerate(((2, None), (3, None), (4, 2), (2, 2)), 2):
+    for turn, (size, node_size) in enumerate(((3, None), (2, 2)), 2):
         states = [[rank[place][0] for rank in found] for place in range(2)]
         before = [owed for _, _, owed in found[0]]
         found = spawn_ranks(rank_elastic, size, states, node_size)

@@ -5,7 +5,8 @@ import math
 
 import pytest
 import torch
-from hook_models import Chooser, assert_same_bits, not_taken
+from hook_models import Chooser, not_taken
+from rank_checks import assert_same_bits
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ext.compression.codecs import Dense, Quantize, Threshold, TopK

@@ -1,10 +1,13 @@
 """Parameters, gradients and comparisons that tests of optimizers share, over ranks or not."""
 
 import functools
+import inspect
 
 import torch
 import torch.distributed as dist
+from rank_checks import of_ranks
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from moe_ext import optim
 
@@ -22,6 +25,12 @@ MAKERS = {
         local_step_clipper=4,
         block=BLOCK,
     ),
+}
+# All of the package, by name.
+OPTIMIZERS = {
+    name: cls
+    for name, cls in vars(optim).items()
+    if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)
 }
 SHAPES = [(9, 20), (70,), (3, 5, 64), (0, 3), (1,)]
 
@@ -43,6 +52,20 @@ def drawn_parameters(shapes, dtype=torch.float32):
 parameters = functools.partial(drawn_parameters, SHAPES)
 
 
+# Every rank has the whole tensor: no message is needed.
+spread = functools.partial(distribute_tensor, src_data_rank=None)
+
+
+def placed(mesh, place, params):
+    """DTensors of the values of parameters, placed as a function says of each."""
+    return [nn.Parameter(spread(p.detach(), mesh, place(p))) for p in params]
+
+
+def as_parameter(grad, p):
+    """A whole gradient as the parameter is placed."""
+    return spread(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
+
+
 def rank_gradient(shape, step, rank, index):
     generator = torch.Generator().manual_seed(1000 * step + 10 * rank + index)
     return torch.randn(shape, generator=generator)
@@ -59,38 +82,16 @@ def run(optimizer, params, steps, rank=None):
         optimizer.step()
 
 
-def gathered(tensor, group=None):
-    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, tensor.detach().contiguous(), group=group)
-    return found
-
-
 def assert_equal_on_ranks(params, group=None):
     for p in params:
-        first, *others = gathered(p, group)
+        first, *others = of_ranks(p, group)
         assert all(torch.equal(first, other) for other in others)
 
 
 def total(tensor, group=None):
-    return torch.stack(gathered(tensor.double(), group)).sum(0)
+    return torch.stack(of_ranks(tensor.double(), group)).sum(0)
 
 
 def owed(optimizer):
     """What this rank owes, over all parameters in a row."""
     return torch.cat([mean.errors() for mean in optimizer._means])
-
-
-def assert_same(a, b):
-    """Nested values with tensors of the same bits."""
-    assert type(a) is type(b)
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b)
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), set(a) ^ set(b)
-        for key in a:
-            assert_same(a[key], b[key])
-    elif isinstance(a, (list, tuple)):
-        for x, y in zip(a, b, strict=True):
-            assert_same(x, y)
-    else:
-        assert a == b

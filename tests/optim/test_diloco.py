@@ -6,8 +6,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from one_bit_ranks import assert_equal_on_ranks, gathered
-from rank_checks import Checks
+from one_bit_ranks import assert_equal_on_ranks
+from rank_checks import Checks, of_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -244,7 +244,7 @@ def check_experts():
                 assert torch.equal(local_part(p), local_part(q))
             assert layer.experts.down_proj.grad is not None
         own = local_part(layer.experts.gate_up_proj.detach())
-        copies = [torch.equal(own, other) for other in gathered(own)]
+        copies = [torch.equal(own, other) for other in of_ranks(own)]
         assert sum(copies) == (1 if ep == 4 else 2), copies
         router = next(p for n, p in layer.named_parameters() if "router" in n or "gate.w" in n)
         assert_equal_on_ranks([router])

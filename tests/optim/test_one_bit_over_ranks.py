@@ -18,7 +18,6 @@ from one_bit_ranks import (
     BLOCK,
     MAKERS,
     assert_equal_on_ranks,
-    assert_same,
     give,
     owed,
     parameters,
@@ -26,7 +25,7 @@ from one_bit_ranks import (
     run,
     total,
 )
-from rank_checks import Checks
+from rank_checks import Checks, assert_same_bits
 from torch import nn
 
 import moe_ext
@@ -172,7 +171,7 @@ def check_nan_or_infinity_on_one_rank(name):
         with pytest.raises(ValueError, match=message + str(bad_rank)):
             optimizer.step()
         assert all(torch.equal(p, w) for p, w in zip(params, weights, strict=True))
-        assert_same(optimizer.rank_state_dict(), before)
+        assert_same_bits(optimizer.rank_state_dict(), before)
     run(optimizer, params, range(9, 11))
 
 
@@ -252,7 +251,7 @@ def check_without_gradients_nothing_is_owed_nor_moves(name):
         give([p, q], step, dist.get_rank())
         q.grad = None
         optimizer.step()
-    assert_same(of_q(), before)
+    assert_same_bits(of_q(), before)
 
 
 class Model(nn.Module):

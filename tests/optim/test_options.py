@@ -3,19 +3,15 @@
 import collections
 import copy
 import inspect
+import math
 
 import pytest
 import torch
+from one_bit_ranks import OPTIMIZERS
 from torch import nn
 
-from moe_ext import optim
 from moe_ext.optim import _arguments
 
-OPTIMIZERS = {
-    name: cls
-    for name, cls in vars(optim).items()
-    if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)
-}
 OPTIONS = sorted(_arguments._options_of_torch() | _arguments._own_options)
 
 
@@ -74,6 +70,52 @@ def test_states_have_options_in_range(name):
     state["param_groups"][0]["lr"] = 0.5
     optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["weight_decay"] == optimizer.defaults["weight_decay"]
+
+
+BAD = [
+    ("LAMB", {"lr": -1.0}, "LAMB: expected lr to be at least 0 and finite, got -1.0"),
+    ("LAMB", {"eps": math.nan}, "LAMB: expected eps to be a number, got nan"),
+    ("LAMB", {"betas": (1.0, 0.9)}, r"LAMB: expected betas to be .* got \(1.0, 0.9\)"),
+    ("LAMB", {"weight_decay": -1}, "LAMB: expected weight_decay to be at least 0"),
+    ("LAMB", {"min_coeff": 20.0}, r"expected max_coeff to be at least min_coeff \(20.0\)"),
+    ("LARS", {"lr": math.inf}, "LARS: expected lr to be at least 0 and finite, got inf"),
+    ("LARS", {"momentum": 1.0}, r"LARS: expected momentum to be in \[0, 1\), got 1.0"),
+    ("LARS", {"momentum": 0, "nesterov": True}, "expected momentum to be positive with nest"),
+    ("LARS", {"trust_coefficient": -1}, "LARS: expected trust_coefficient to be at least 0"),
+    ("Adafactor", {"lr": -1.0}, "Adafactor: expected lr to be at least 0"),
+    ("Adafactor", {"d": 0.5}, "Adafactor: expected d to be at least 1, got 0.5"),
+    ("Adafactor", {"beta2_decay": 0.8}, "expected beta2_decay to be at most 0, got 0.8"),
+    ("Adafactor", {"eps": (None, -1.0)}, r"expected eps\[1\] to be at least 0"),
+    ("OneBitAdam", {"amsgrad": True}, "OneBitAdam: expected amsgrad to be False, got True"),
+    ("OneBitAdam", {"freeze_step": -1}, "expected freeze_step to be at least 0, got -1"),
+    ("OneBitAdam", {"freeze_step": 1.5}, "freeze_step to be an integer, got 1.5"),
+    ("OneBitAdam", {"variance_interval": -1}, "variance_interval to be at least 0, got -1"),
+    ("OneBitAdam", {"block": 100}, "block to be a power of two from 64 to 1024, got 100"),
+    ("OneBitAdam", {"lr": -1.0}, "OneBitAdam: expected lr to be at least 0 and finite, got -1.0"),
+    ("OneBitAdam", {"betas": (0.9,)}, "expected betas to be two numbers"),
+    ("OneBitAdam", {"max_grad_norm": -1.0}, "expected max_grad_norm to be at least 0"),
+    (
+        "OneBitAdam",
+        {"communication_data_type": torch.int8},
+        "expected communication_data_type to be None, float32, bfloat16 or float16, got torch.int8",
+    ),
+    ("OneBitLamb", {"amsgrad": True}, "OneBitLamb: expected amsgrad to be False, got True"),
+    ("OneBitLamb", {"coeff_beta": 1.0}, r"expected coeff_beta to be in \[0, 1\), got 1.0"),
+    ("OneBitLamb", {"factor_min": 5.0}, r"expected factor_max to be at least factor_min \(5.0\)"),
+    ("OneBitLamb", {"min_coeff": 50.0}, r"expected max_coeff to be at least min_coeff \(50.0\)"),
+    ("OneBitLamb", {"factor_threshold": -1}, "expected factor_threshold to be at least 0"),
+    ("ZeroOneAdam", {"amsgrad": True}, "ZeroOneAdam: expected amsgrad to be False, got True"),
+    ("ZeroOneAdam", {"var_freeze_step": 0}, "var_freeze_step to be an integer of at least 1"),
+    ("ZeroOneAdam", {"var_update_scaler": 0}, "var_update_scaler to be an integer of at least 1"),
+    ("ZeroOneAdam", {"local_step_scaler": 0}, "local_step_scaler to be an integer of at least 1"),
+    ("ZeroOneAdam", {"local_step_clipper": 0}, "local_step_clipper to be an integer of at least"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), BAD)
+def test_options_out_of_range(name, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        OPTIMIZERS[name]([parameter()], **options)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

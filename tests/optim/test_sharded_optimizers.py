@@ -6,11 +6,11 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from one_bit_ranks import muon
+from one_bit_ranks import as_parameter, muon, placed, spread
 from rank_checks import Checks, ask_briefly
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from moe_ext import distributed as md
 from moe_ext import optim
@@ -62,18 +62,6 @@ def gradients(step):
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
 
 
-# Every rank has the whole tensor: no message is needed.
-spread = functools.partial(distribute_tensor, src_data_rank=None)
-
-
-def sharded_parameters(where, place):
-    return [nn.Parameter(spread(p.detach(), where, place(p))) for p in whole_parameters()]
-
-
-def as_parameter(grad, p):
-    return spread(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
-
-
 def take_steps(optimizer, params, steps=2):
     for step in range(steps):
         for p, grad in zip(params, itertools.cycle(gradients(step)), strict=False):
@@ -86,7 +74,7 @@ def check_any_placement(name, per_expert):
     whole = whole_parameters()
     take_steps(MAKERS[name](whole, per_expert=per_expert), whole)
     for kind, (where, place) in placements().items():
-        sharded = sharded_parameters(where, place)
+        sharded = placed(where, place, whole_parameters())
         optimizer = MAKERS[name](sharded, per_expert=per_expert)
         take_steps(optimizer, sharded)
         for p, q in zip(sharded, whole, strict=True):
@@ -108,7 +96,7 @@ def check_one_all_reduce_for_all_norms():
         # Rows and stacked experts lie along dimension 0: an expert's norms need no message.
         calls = {False: 1 if name != "Adafactor" else 2, True: 0}
         for per_expert in (False, True):
-            params = sharded_parameters(mesh(ranks), lambda p: [Shard(0)])
+            params = placed(mesh(ranks), lambda p: [Shard(0)], whole_parameters())
             optimizer = MAKERS[name](params, per_expert=per_expert)
             with md.count_traffic() as traffic:
                 take_steps(optimizer, params, 1)
@@ -139,7 +127,7 @@ def check_messages():
 
 def before_a_loss(make):
     """(optimizer, its parameters, copies of them and of its state) between two steps."""
-    sharded = sharded_parameters(mesh(2), lambda p: [Shard(p.dim() - 1)])
+    sharded = placed(mesh(2), lambda p: [Shard(p.dim() - 1)], whole_parameters())
     *early, late = params = [*whole_parameters(), *sharded]
     optimizer = make(params)
     take_steps(optimizer, early)

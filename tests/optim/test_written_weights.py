@@ -6,6 +6,7 @@ import pkgutil
 
 import pytest
 import torch
+from one_bit_ranks import OPTIMIZERS
 from torch import nn
 
 import moe_ext
@@ -13,11 +14,6 @@ from moe_ext import optim
 from moe_ext.compression import PackedExperts
 from moe_ext.nn import ModuleExperts
 
-OPTIMIZERS = {
-    name: cls
-    for name, cls in vars(optim).items()
-    if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)
-}
 # Steps until copies are there: those of ZeroOneAdam are local, and have a place to go back to.
 OPTIONS = {
     "ZeroOneAdam": {"var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 4},
