@@ -43,6 +43,18 @@ class Model(nn.Module):
         return self.out(x)
 
 
+class Idle(nn.Module):
+    """Two layers, of which one may have no part in a pass."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.idle = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x, both=True):
+        return self.used(x) + (self.idle(x) if both else 0)
+
+
 COMPRESSED = ("up.weight", "down.weight", "gate_up_proj", "down_proj")
 
 

@@ -2,25 +2,14 @@
 
 import pytest
 import torch.distributed as dist
-from hook_models import CAP_MB, Net, batch, loss_of
+from hook_models import gradients_of, reference
 from rank_checks import Checks, assert_passed, run_checks
-from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.compression import CompressionState, compress_hook
 from moe_ext.distributed import count_traffic
 from moe_ext.testing import spawn_ranks
 
 CHECKS = Checks()
-
-
-def on(group):
-    return DistributedDataParallel(Net(), bucket_cap_mb=CAP_MB, process_group=group)
-
-
-def gradients(parallel, step):
-    parallel.zero_grad()
-    loss_of(parallel, batch(step)).backward()
-    return [p.grad.clone() for p in parallel.parameters()]
 
 
 def made(parallel, how, **options):
@@ -30,14 +19,14 @@ def made(parallel, how, **options):
 
 @CHECKS(*[(how, codec) for how in ("inner", "outer", "nothing") for codec in ("none", "int8")])
 def two_of_three_ranks(how, codec, group):
-    ours, theirs = on(group), on(group)
+    ours, theirs = reference(process_group=group), reference(process_group=group)
     state = made(ours, how, codec=codec)
     ours.register_comm_hook(state, compress_hook)
     for step in range(3):
         with count_traffic() as traffic:
-            got = gradients(ours, step)
-        for mine, want in zip(got, gradients(theirs, step), strict=True):
-            error = (mine - want).abs().max()
+            got = gradients_of(ours, step)
+        for name, want in gradients_of(theirs, step).items():
+            error = (got[name] - want).abs().max()
             assert error <= (0.0 if codec == "none" else 0.02 * want.abs().max()), (step, error)
     assert state.step == 3 and dist.get_process_group_ranks(state.group) == [0, 2]
     # A dense all-reduce of two ranks sends as much as there is, one of three 4/3 of it.
@@ -49,7 +38,7 @@ def two_of_three_ranks(how, codec, group):
 
 @CHECKS()
 def a_group_that_was_given_and_is_another(group):
-    parallel = on(group)
+    parallel = reference(process_group=group)
     message = r"expected group to be the process_group .* of ranks \(0, 2\), got ranks \(0, 1, 2\)"
     with pytest.raises(ValueError, match=message):
         CompressionState(model=parallel, group=dist.group.WORLD)
@@ -57,19 +46,19 @@ def a_group_that_was_given_and_is_another(group):
     parallel.register_comm_hook(state, compress_hook)
     for _ in range(2):
         with pytest.raises(ValueError, match=message):
-            gradients(parallel, 0)
+            gradients_of(parallel, 0)
         assert not any(p.grad.any() for p in parallel.parameters()) and state.step == 0
 
 
 @CHECKS()
 def a_state_that_has_counted_over_other_ranks(group):
-    parallel = on(group)
+    parallel = reference(process_group=group)
     saved = {**CompressionState(model=parallel.module).state_dict(), "step": 2}
     state = CompressionState(model=parallel.module)
     state.load_state_dict(saved)
     parallel.register_comm_hook(state, compress_hook)
     with pytest.raises(ValueError, match=r"of ranks \(0, 2\), got ranks \(0, 1, 2\)"):
-        gradients(parallel, 0)
+        gradients_of(parallel, 0)
     right = CompressionState(model=parallel)
     with pytest.raises(ValueError, match="of 2, got that of rank"):
         right.load_state_dict(saved)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_checks import (
+    Idle,
     Model,
     assert_a_pass_is_not_finite,
     assert_nearly_all_close,
@@ -111,16 +112,6 @@ def padding_has_no_part_in_the_scales_between_nodes():
             nodes = [(local[0] + local[1]) / 2, (local[2] + local[3]) / 2]
             total = sum(signs_of_shards(node, 2) for node in nodes)
             assert_nearly_all_close(found, signs_of_shards(total, 2) / 2)
-
-
-class Idle(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.used, self.idle = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
-
-    def forward(self, x, both=True):
-        return self.used(x) + (self.idle(x) if both else 0)
 
 
 @four(("gradients",), ("nodes",))

@@ -69,13 +69,15 @@ def lamb_by_formula(
     beta3,
     factors,
     threshold,
+    bounds=(0.01, 10.0),
     corrected=False,
     mean=exact_mean,
 ):
-    """1-bit LAMB (arXiv 2104.06069), algorithm 1.
+    """1-bit LAMB (arXiv 2104.06069), algorithm 1; up to the freeze the steps of LAMB.
 
-    With `corrected`, moments are divided by one less the power of their beta, as Adam's. The power
-    of the frozen variance stays that of the last step before the freeze.
+    The ratio of a step before the freeze is within `bounds`. With `corrected`, moments are divided
+    by one less the power of their beta, as Adam's. The power of the frozen variance stays that of
+    the last step before the freeze.
     """
     (b1, b2), (low, high) = betas, factors
     m, v, average, last, fresh = torch.zeros_like(w), torch.zeros_like(w), 0.0, 1.0, None
@@ -93,7 +95,7 @@ def lamb_by_formula(
             r = m / of_m / root + decay * w
             c = 1.0
             if bool(w.any()):  # weights of zero have no ratio, which the mean leaves out
-                c = min(max(w.norm().item() / r.norm().item(), 0.01), 10.0)
+                c = min(max(w.norm().item() / r.norm().item(), bounds[0]), bounds[1])
                 average = beta3 * average + (1 - beta3) * c
             fresh = v
         else:

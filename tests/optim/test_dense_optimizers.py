@@ -3,6 +3,7 @@ import functools
 
 import pytest
 import torch
+from one_bit_formulas import lamb_by_formula
 from one_bit_ranks import drawn_parameters, muon
 from torch import nn
 
@@ -30,20 +31,6 @@ def give_gradients(params, step):
     generator = torch.Generator().manual_seed(100 + step)
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
-
-
-def lamb_by_formula(w, grads, *, lr, betas, eps, decay, bounds=(0.01, 10.0), corrected=True):
-    m, v = torch.zeros_like(w), torch.zeros_like(w)
-    for t, g in enumerate(grads, 1):
-        m = betas[0] * m + (1 - betas[0]) * g
-        v = betas[1] * v + (1 - betas[1]) * g * g
-        m_hat = m / (1 - betas[0] ** t) if corrected else m
-        v_hat = v / (1 - betas[1] ** t) if corrected else v
-        r = m_hat / (v_hat.sqrt() + eps) + decay * w
-        norms = w.norm().item(), r.norm().item()
-        ratio = min(max(norms[0] / norms[1], bounds[0]), bounds[1]) if min(norms) > 0 else 1.0
-        w = w - lr * ratio * r
-    return w
 
 
 def lars_by_formula(w, grads, *, lr, momentum, decay, eta, eps=1e-8, nesterov=False):
@@ -82,7 +69,10 @@ def test_lamb_is_the_formula(corrected, bounds):
         **options,
     )
     for w, p, grads in zip(before, params, after_steps(optimizer, params), strict=True):
-        want = lamb_by_formula(w, grads, decay=0.1, bounds=bounds, corrected=corrected, **options)
+        of_ranks = [[grad] for grad in grads]
+        how = {"freeze": len(grads), "bounds": bounds, "corrected": corrected, "decay": 0.1}
+        after = {"beta3": 0.0, "factors": bounds, "threshold": 0.0}
+        want, _ = lamb_by_formula(w, of_ranks, **how, **after, **options)
         torch.testing.assert_close(p.detach(), want, **TIGHT)
 
 
