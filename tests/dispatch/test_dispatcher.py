@@ -1,4 +1,3 @@
-import copy
 import datetime
 import functools
 import itertools
@@ -11,9 +10,8 @@ import torch.distributed as dist
 from dispatchers import sent_messages
 from rank_checks import Checks, full, raised
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from moe_ext import MoELayer, ops
+from moe_ext import MoELayer
 from moe_ext.comm import collectives, groups
 from moe_ext.comm.c10d import default_store
 from moe_ext.comm.reports import Underway
@@ -28,7 +26,6 @@ from moe_ext.nn import (
     GroupedExperts,
     ModuleExperts,
     ResidualMoE,
-    RouterOutput,
     RowBudget,
 )
 
@@ -224,61 +221,28 @@ def check_other_work_runs_while_rows_travel():
     assert torch.equal(x.grad, torch.ones_like(x)) and torch.equal(z.grad, torch.ones_like(z))
 
 
-def check_only_rows_of_tokens_travel():
-    sharded, _ = layers(dtype=torch.bfloat16)
-    x = batches([300])[0].bfloat16()
-    sharded(x)
-    with sent_messages() as sent:
-        sharded(x)
-    num_rows = int(sharded.metrics["num_tokens_per_expert"].sum())
-    sizes = [(call.args[1].shape[0], call.args[0].shape[0]) for call in sent.call_args_list]
-    dispatched, weights, combined = sizes[1:]
-    assert dispatched[0] == num_rows, "padding went over the wire"
-    assert combined == dispatched[::-1] and weights == dispatched
-
-
 def check_rows_are_counted():
-    sharded, whole = layers()
+    """Those of tokens alone travel, without the rows by which 16-bit rows of experts are padded."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    x = batches([9] * num_ranks)[rank].requires_grad_()
-    target = whole.router(x.detach()).gate.topk_idx // (E // num_ranks)
-    sent = torch.bincount(target.flatten(), minlength=num_ranks)
-    table = [torch.empty_like(sent) for _ in range(num_ranks)]
-    dist.all_gather(table, sent)
-    others = [p for p in range(num_ranks) if p != rank]
-    there, back = sum(int(sent[p]) for p in others), sum(int(table[p][rank]) for p in others)
-    sharded(x)
-    with count_traffic() as traffic:
-        y = sharded(x)
-    assert traffic.calls == {"all_to_all": 3}
-    assert traffic.total_bytes == (there + back) * 8 * 8 + there * 8
-    with count_traffic() as traffic:
-        y.sum().backward()
-    assert traffic.total_bytes == (there + back) * 8 * 8 + back * 8
-
-
-def check_checkpointing():
-    sharded, _ = layers()
-    x = batches([5])[0].requires_grad_()
-    sharded(x).square().sum().backward()
-    want = [p.grad.clone() for p in sharded.parameters()]
-    for use_reentrant in (False, True):
-        sharded.zero_grad()
-        checkpoint(sharded, x, use_reentrant=use_reentrant).square().sum().backward()
-        assert all(torch.equal(p.grad, w) for p, w in zip(sharded.parameters(), want, strict=True))
-
-
-def check_low_precision_and_autocast():
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for dtype in (torch.float64, torch.bfloat16):
         sharded, whole = layers(dtype=dtype)
-        x = batches([9])[0].to(dtype)
-        torch.testing.assert_close(sharded(x), whole(x))
-        if dtype == torch.float32:
-            with torch.autocast("cpu", torch.bfloat16):
-                y = sharded(x)
-                torch.testing.assert_close(y, whole(x))
-            assert y.dtype == torch.bfloat16
+        x = batches([9] * num_ranks, dtype)[rank].requires_grad_()
+        gate = whole.router(x.detach()).gate
+        target = gate.topk_idx // (E // num_ranks)
+        sent = torch.bincount(target.flatten(), minlength=num_ranks)
+        table = [torch.empty_like(sent) for _ in range(num_ranks)]
+        dist.all_gather(table, sent)
+        others = [p for p in range(num_ranks) if p != rank]
+        there, back = sum(int(sent[p]) for p in others), sum(int(table[p][rank]) for p in others)
+        row, weight = 8 * dtype.itemsize, gate.topk_weights.itemsize
+        sharded(x)
+        with count_traffic() as traffic:
+            y = sharded(x)
+        assert traffic.calls == {"all_to_all": 3}
+        assert traffic.total_bytes == (there + back) * row + there * weight
+        with count_traffic() as traffic:
             y.sum().backward()
+        assert traffic.total_bytes == (there + back) * row + back * weight
 
 
 def check_compiling_around_the_layer():
@@ -383,14 +347,6 @@ def check_gradients_that_are_recorded_on_some_ranks():
         layer(torch.randn(4, 8))
 
 
-def check_deepcopy_shares_the_group():
-    sharded, _ = layers()
-    twin = copy.deepcopy(sharded)
-    assert twin.experts.ep_group is world()
-    x = batches([5])[0]
-    assert torch.equal(twin(x), sharded(x))
-
-
 def check_a_bad_input_on_one_rank_raises_everywhere():
     torch.manual_seed(0)
     layer = MoELayer(8, 6, E, 2, ep_group=world())
@@ -417,30 +373,6 @@ def check_a_bad_input_on_one_rank_raises_everywhere():
             masked = functools.partial(moe, token_mask=wrong if mine else good)
             raised(error, told + text + where, masked, x)
         moe(x)
-
-
-class ChoosesExpert(torch.nn.Module):
-    """A router whose choice may be out of range."""
-
-    def __init__(self, index):
-        super().__init__()
-        self.index = index
-
-    def forward(self, x_TD, *, token_mask=None):
-        logits = torch.zeros(x_TD.shape[0], E)
-        gate = ops.topk_gate(logits, 1)
-        return RouterOutput(logits, gate._replace(topk_idx=gate.topk_idx + self.index))
-
-
-def check_an_expert_out_of_range_on_one_rank_raises_everywhere():
-    last = dist.get_world_size() - 1
-    mine = dist.get_rank() == last
-    layer = MoELayer(8, 6, E, 1, router=ChoosesExpert(E if mine else 0), ep_group=world())
-    if mine:
-        raised(RuntimeError, rf"{E}", layer, torch.randn(4, 8))
-    else:
-        text = rf"AllToAllDispatcher: .*{E}.* on rank {last}"
-        raised(RuntimeError, text, layer, torch.randn(4, 8))
 
 
 def check_sizes_that_do_not_divide():
