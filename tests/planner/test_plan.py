@@ -682,7 +682,7 @@ def test_command(tmp_path, capsys, monkeypatch):
     cli.add_arguments(parser)
     arguments = ["--model", str(config), "--cluster", "h100", "--gpus", "4", "--costs"]
     out = ["--out", str(tmp_path / "other.json"), "--global-batch=8", "--seq-len=128"]
-    out += ["--report", str(tmp_path / "other.html")]
+    out += ["--report", str(tmp_path / "other.html"), "--fix=pp=1"]
     for option, problem in (
         ("--fix=tp=2 --fix=zero=1", "expected zero to be 0, 2 or 3 for tp=2"),
         ("--layer-dtype=bfloat16", "expected a plan without layer_dtype"),
