@@ -136,35 +136,6 @@ def fit(model, *, rows=None, plugins=(), attributes=None, **options):
     return trainer
 
 
-def check_trainer_clips_by_value():
-    model = spread()
-    fit(model, gradient_clip_val=VALUE, gradient_clip_algorithm="value")
-    assert_equal(model, one_process(whole(), by_value))
-
-
-def check_trainer_accumulates():
-    model = spread()
-    moe_ext.nn.set_loss_scale(model, 1 / 2)
-    fit(model, gradient_clip_val=MAX_NORM, accumulate_grad_batches=2)
-    assert_equal(model, one_process(whole(2), by_norm))
-
-
-def check_trainer_skips_a_step_on_all_ranks():
-    from lightning.pytorch.plugins import MixedPrecision
-
-    def on_train_batch_start(self, *args):
-        moe_ext.nn.set_loss_scale(self, self.trainer.scaler.get_scale())
-
-    model, plugin = spread(), MixedPrecision("16-mixed", "cpu")
-    options = {"plugins": [plugin], "gradient_clip_val": MAX_NORM}
-    attributes = {"on_train_batch_start": on_train_batch_start}
-    fit(model, rows=own(overflows=True), attributes=attributes, **options)
-    assert type(plugin.scaler) is md.GradScaler
-    assert plugin.scaler.get_scale() == 2**15
-    steps = [step for index, step in enumerate(whole()) if index != OVERFLOWS]
-    assert_equal(model, one_process(steps, by_norm))
-
-
 def check_trainer_refuses_another_scaler():
     from lightning.pytorch.plugins import MixedPrecision
 
@@ -286,10 +257,49 @@ def train(fabric, model, *, rows=None, size=1, **limits):
     return model, optimizer
 
 
-def check_fabric_clips_by_value():
+def check_clipping_by_value():
+    want = one_process(whole(), by_value)
+    model = spread()
+    fit(model, gradient_clip_val=VALUE, gradient_clip_algorithm="value")
+    assert_equal(model, want)
     model = spread()
     train(fabric_of(FabricExpertParallel), model, clip_val=VALUE)
-    assert_equal(model, one_process(whole(), by_value))
+    assert_equal(model, want)
+
+
+def check_accumulation():
+    want, models = one_process(whole(2), by_norm), [spread(), spread()]
+    for model in models:
+        moe_ext.nn.set_loss_scale(model, 1 / 2)
+    fit(models[0], gradient_clip_val=MAX_NORM, accumulate_grad_batches=2)
+    train(fabric_of(FabricExpertParallel), models[1], size=2, max_norm=MAX_NORM)
+    for model in models:
+        assert_equal(model, want)
+
+
+def check_a_step_is_skipped_on_all_ranks():
+    import lightning.fabric.plugins
+    import lightning.pytorch.plugins
+
+    steps = [step for index, step in enumerate(whole()) if index != OVERFLOWS]
+    want, rows = one_process(steps, by_norm), own(overflows=True)
+    for tool in (lightning.pytorch, lightning.fabric):
+        model, plugin = spread(), tool.plugins.MixedPrecision("16-mixed", "cpu")
+        model.register_forward_pre_hook(
+            lambda *_, model=model, plugin=plugin: moe_ext.nn.set_loss_scale(
+                model, plugin.scaler.get_scale()
+            )
+        )
+        if tool is lightning.pytorch:
+            fit(model, rows=rows, plugins=[plugin], gradient_clip_val=MAX_NORM)
+        else:
+            # It casts inputs, which are of float64 here.
+            plugin.convert_input = plugin.convert_output = lambda data: data
+            fabric = fabric_of(FabricExpertParallel, plugins=[plugin])
+            train(fabric, model, rows=rows, max_norm=MAX_NORM, error_if_nonfinite=False)
+        assert type(plugin.scaler) is md.GradScaler
+        assert plugin.scaler.get_scale() == 2**15
+        assert_equal(model, want)
 
 
 def check_optimizers_are_warned_of():
@@ -319,31 +329,6 @@ def check_optimizers_are_warned_of():
     with pytest.warns(UserWarning, match=f"^ExpertParallel: {words}") as seen:
         type("Trainer", (ExpertParallel, Strategies), {})().setup_optimizers("trainer")
     assert len(seen) == 1
-
-
-def check_fabric_accumulates():
-    model = spread()
-    moe_ext.nn.set_loss_scale(model, 1 / 2)
-    train(fabric_of(FabricExpertParallel), model, size=2, max_norm=MAX_NORM)
-    assert_equal(model, one_process(whole(2), by_norm))
-
-
-def check_fabric_skips_a_step_on_all_ranks():
-    from lightning.fabric.plugins import MixedPrecision
-
-    model, plugin = spread(), MixedPrecision("16-mixed", "cpu")
-    # It casts inputs, which are of float64 here.
-    plugin.convert_input = plugin.convert_output = lambda data: data
-    fabric = fabric_of(FabricExpertParallel, plugins=[plugin])
-    model.register_forward_pre_hook(
-        lambda *_: moe_ext.nn.set_loss_scale(model, plugin.scaler.get_scale())
-    )
-    limits = {"max_norm": MAX_NORM, "error_if_nonfinite": False}
-    train(fabric, model, rows=own(overflows=True), **limits)
-    assert type(plugin.scaler) is md.GradScaler
-    assert plugin.scaler.get_scale() == 2**15
-    steps = [step for index, step in enumerate(whole()) if index != OVERFLOWS]
-    assert_equal(model, one_process(steps, by_norm))
 
 
 def check_fabric_saves_for_all_ranks_or_none():
