@@ -964,18 +964,15 @@ def test_extra_comes_back(tmp_path, way):
     assert repr(before) == repr(own)
 
 
-OF_A_KIND = [torch.ones(2), [1], 7, None]
-
-
-@pytest.mark.parametrize(
-    ("value", "here"),
-    [(value, here) for value in OF_A_KIND for here in OF_A_KIND]
-    + [({"a": {"b": [torch.ones(2)]}}, None), ({}, None)],
-)
-@pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_extra_takes_what_was_saved_of_another_kind(tmp_path, value, nested, here):
-    saved, found = ({"x": {"y": v} if nested else v} for v in (value, copy.deepcopy(here)))
+def test_extra_takes_what_was_saved_of_another_kind(tmp_path):
+    kinds = [torch.ones(2), [1], 7, None]
+    pairs_of = [*itertools.product(kinds, kinds), ({"a": {"b": [torch.ones(2)]}}, None), ({}, None)]
+    saved, found = (
+        {f"{nested} {i}": {"y": pair[side]} if nested else pair[side]
+         for nested in (False, True) for i, pair in enumerate(copy.deepcopy(pairs_of))}
+        for side in (0, 1)
+    )  # fmt: skip
     md.checkpoint.save(tmp_path, nn.Linear(2, 2), extra=saved)
     md.checkpoint.load(tmp_path, nn.Linear(2, 2), extra=found)
     assert repr(found) == repr(saved)
