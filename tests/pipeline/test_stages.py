@@ -76,6 +76,11 @@ def pipeline_of(name, found, **options):
     return Pipeline(table, stages, loss_of, group=dist.group.WORLD, tied=tied, **options)
 
 
+def in_two_stages(found):
+    """Those of both chains, which every rank has."""
+    return nn.ModuleList([nn.Sequential(*list(found)[:2]), nn.Sequential(*list(found)[2:])])
+
+
 def step(pipeline, **options):
     x, y = batches()
     first, last = 0 in pipeline.stages, pipeline.table.num_stages - 1 in pipeline.stages
@@ -126,8 +131,7 @@ def frozen_weights_that_several_ranks_have_get_no_gradient(name):
     """As in one process, where AdamW leaves them alone."""
     found = Language()
     if name == "chimera":
-        halves = [nn.Sequential(*list(found)[:2]), nn.Sequential(*list(found)[2:])]
-        found = nn.ModuleList(halves)
+        found = in_two_stages(found)
     pipeline = pipeline_of(name, found)
     found.get_submodule("0.0").requires_grad_(False)
     step(pipeline)
@@ -140,8 +144,7 @@ def frozen_weights_that_several_ranks_have_get_no_gradient(name):
 def weights_that_are_unfrozen_or_replaced_have_the_same_gradient_on_all_ranks(name):
     found, want = Language(), one_process()
     if name == "chimera":
-        halves = [nn.Sequential(*list(found)[:2]), nn.Sequential(*list(found)[2:])]
-        found = want = nn.ModuleList(halves)
+        found = want = in_two_stages(found)
         found[1][1][1].weight = nn.Parameter(found[1][1][1].weight.detach().clone())
     found.requires_grad_(False)
     pipeline = pipeline_of(name, found)
@@ -177,7 +180,7 @@ def refuses_copies_of_another_shape_or_dtype(name, shape, dtype):
 def evaluation_gives_losses_alone(name):
     found = Language()
     if name == "chimera":
-        found = nn.ModuleList([nn.Sequential(*list(found)[:2]), nn.Sequential(*list(found)[2:])])
+        found = in_two_stages(found)
     pipelines = [pipeline_of(name, found, recompute=recompute) for recompute in (False, True)]
     losses = [torch.stack(loss) for p in pipelines if (loss := step(p))]
     found.zero_grad()
@@ -186,21 +189,6 @@ def evaluation_gives_losses_alone(name):
             again = [torch.stack(loss) for p in pipelines if (loss := step(p))]
         torch.testing.assert_close(again, losses, rtol=0, atol=0)
     assert all(p.grad is None for p in found.parameters())
-
-
-@over_2()
-def norm_of_both_chains():
-    found, want = Language(), one_process()
-    table = make_table("chimera", P, MICRO)
-    halves = [nn.Sequential(*list(found)[:2]), nn.Sequential(*list(found)[2:])]
-    halves[1][1][1].weight = nn.Parameter(found[3][1].weight.detach().clone())
-    pipeline = Pipeline(table, dict(enumerate(halves)), loss_of, group=dist.group.WORLD)
-    step(pipeline)
-    parts = [want[0][0].weight.grad, halves[0][0][0].weight.grad + halves[1][1][1].weight.grad]
-    torch.testing.assert_close(*parts, **TIGHT)
-    total = torch.stack([p.grad.norm() for p in nn.ModuleList(halves).parameters()]).norm()
-    norm = clip_grad_norm_(nn.ModuleList(halves), 1.0, mesh=mesh())
-    torch.testing.assert_close(norm, total, **TIGHT)
 
 
 @over_2()
