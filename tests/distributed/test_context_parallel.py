@@ -145,7 +145,6 @@ def check_all(rank):
         check_equal(rank, sizes, "striped", None, True, False)
         check_equal(rank, sizes, "zigzag", None, False, True)
         check_equal(rank, sizes, "per_document", packed, True, True, "sequence")
-    check_groups(rank)
     check_positions_of_another_length_on_one_rank(rank)
     return True
 
@@ -156,31 +155,6 @@ def check_positions_of_another_length_on_one_rank(rank):
     with pytest.raises(RuntimeError, match=r"tensor a \(6\) must match the size of tensor b \(5\)"):
         block(x, position_ids=ids[: 5 if rank == 1 else 6])
     assert block(x, position_ids=ids).shape == x.shape
-
-
-def check_groups(rank):
-    def ranks(group):
-        return dist.get_process_group_ranks(group)
-
-    mesh = MoEMesh(cp=2, ep=2)
-    assert (mesh.dp_rank, mesh.cp_rank, mesh.ep_rank) == (0, rank // 2, rank % 2)
-    assert ranks(mesh.cp_group) == [rank % 2, rank % 2 + 2]
-    assert ranks(mesh.ep_group) == [rank - rank % 2, rank - rank % 2 + 1]
-    assert mesh.device_mesh.mesh_dim_names == ("dp", "cp", "ep")
-    assert (mesh.data_rank, mesh.data_size) == (rank % 2, 2)
-    assert repr(mesh) == f"MoEMesh(dp=1, ep=2, cp=2, dp_rank=0, ep_rank={rank % 2}, " + (
-        f"cp_rank={rank // 2})"
-    )
-    mesh = MoEMesh(ep=4, cp=2)
-    assert ranks(mesh.cp_group) == [rank - rank % 2, rank - rank % 2 + 1]
-    assert ranks(mesh.ep_group) == [0, 1, 2, 3]
-    assert (mesh.data_rank, mesh.cp_rank, mesh.ep_rank) == (rank // 2, rank % 2, rank)
-    assert mesh.data_mesh.mesh_dim_names == ("data", "cp")
-    with pytest.raises(
-        ValueError, match="dp \\* cp \\* ep to be the number of ranks, 4, and cp a divisor"
-    ):
-        MoEMesh(dp=2, ep=2, cp=3)
-    assert MoEMesh(ep=4).cp_group is None
 
 
 def test_four_ranks_equal_one_process():

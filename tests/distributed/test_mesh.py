@@ -197,7 +197,10 @@ def check_device_meshes(rank):
     assert alone.explain() == MoEMesh(dp=2, pp=2).explain()
     assert group_ranks(alone.stage_group) == [rank // 2 * 2, rank // 2 * 2 + 1]
     beside = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "cp", "ep"))
-    assert MoEMesh.from_device_mesh(beside).explain() == MoEMesh(cp=2, ep=2).explain()
+    mesh = MoEMesh(cp=2, ep=2)
+    assert MoEMesh.from_device_mesh(beside).explain() == mesh.explain()
+    assert mesh.device_mesh.mesh_dim_names == ("dp", "cp", "ep")
+    assert MoEMesh(ep=4, cp=2).data_mesh.mesh_dim_names == ("data", "cp")
     odd = init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
     for wrong in (odd, init_device_mesh("cpu", (4,))):
         with pytest.raises(ValueError, match="expected the dimensions of a DeviceMesh to be named"):
