@@ -95,8 +95,9 @@ def save_killed_at(folder, value, number):
         layer, optimizer = trained(value)
         written = checkpoint.async_save(folder, layer, optimizer)
         with torch.no_grad():
-            for parameter in layer.parameters():
-                parameter.zero_()  # what is saved has been copied
+            for parameter in layer.parameters():  # what is saved has been copied
+                parameter.zero_()
+                optimizer.state[parameter]["momentum_buffer"].zero_()
         written.result()
         os._exit(0)
     os.close(writer)

@@ -5,7 +5,6 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from pairwise import FULL
 from rank_checks import Checks, full, shared_folder
@@ -381,39 +380,6 @@ def float16():
         # A handful of roundings of 2^-11 each.
         difference = float((full(parameter.grad) - wanted).norm())
         assert difference < 2**-8 * float(wanted.norm()) + 1e-6, name
-
-
-@CHECKS()
-def asynchronous_checkpoints():
-    """What is saved is as it was when the call returned, while training goes on."""
-    mesh = mesh_of(dp=2, ep=2)
-
-    def trained(seed):
-        torch.manual_seed(seed)
-        layer = moe_ext.MoELayer(DIM, 6, EXPERTS, ep_group=mesh.ep_group)
-        optimizer = torch.optim.AdamW(layer.parameters())
-        layer(torch.ones(3, DIM)).sum().backward()
-        md.sync_gradients(layer)
-        optimizer.step()
-        return layer, optimizer
-
-    layer, optimizer = trained(0)
-    saved = [parameter.detach().clone() for parameter in layer.parameters()]
-    moments = [optimizer.state[p]["exp_avg"].clone() for p in layer.parameters()]
-    state = md.checkpoint.TrainingState(layer, optimizer).state_dict()
-    with shared_folder() as folder:
-        written = dcp.async_save(state, checkpoint_id=folder)
-        with torch.no_grad():
-            for parameter in layer.parameters():
-                optimizer.state[parameter]["exp_avg"].zero_()
-                parameter.zero_()
-        written.result()
-        dist.barrier()
-        other, states = trained(1)
-        md.checkpoint.load(folder, other, states)
-    for parameter, weight, moment in zip(other.parameters(), saved, moments, strict=True):
-        assert torch.equal(parameter, weight)
-        assert torch.equal(states.state[parameter]["exp_avg"], moment)
 
 
 @CHECKS()

@@ -61,33 +61,6 @@ def check_experts_become_equal_over_replicas_and_over_no_others():
     assert all(torch.equal(one, dense[0]) for one in dense)
 
 
-def check_training_with_clipping_is_that_of_one_process():
-    for ep, options in (
-        (1, {}),
-        (2, {"static_graph": True}),
-        (4, {"gradient_as_bucket_view": True}),
-    ):
-        whole, model = Model(None), Model(mesh(ep).ep_group)
-        ddp = wrapped(model, **options)
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (whole, model)]
-        moe_ext.nn.set_loss_scale(whole, 1.0 / dist.get_world_size())
-        for _ in range(2):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            for x in batches()[0]:
-                (loss_of(whole, x) / dist.get_world_size()).backward()
-            want = nn.utils.clip_grad_norm_(whole.parameters(), 0.05)
-            run_steps(ddp)
-            norm = md.clip_grad_norm_(model, 0.05)
-            assert want > 0.1
-            torch.testing.assert_close(norm, want, **TIGHT)
-            assert all(torch.equal(norm, other) for other in of_ranks(norm))
-            for optimizer in optimizers:
-                optimizer.step()
-        for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(full(p), q, msg=name, **TIGHT)
-
-
 def check_accumulation():
     want, double = one_process(steps=2), one_process()
     for p in double.parameters():
