@@ -185,7 +185,7 @@ def check_long_facts():
     )
 
 
-test_over_ranks = Checks.of(globals()).test(2, 3)
+test_over_ranks = Checks.of(globals()).test(3)
 
 
 def test_this_process_alone():

@@ -188,8 +188,6 @@ def check_clipping():
         norm = md.clip_grad_norm_(model, 1e9, norm_type)
         torch.testing.assert_close(norm, nn.utils.get_total_norm(grads, norm_type), **TIGHT)
     assert_same_gradients(model, want, 2)
-    text = "expected max_norm to be positive, got nan"
-    raised(ValueError, text, md.clip_grad_norm_, model, math.nan)
     # One expert on one rank only holds it; every rank learns of it.
     before = model.inp.weight.grad.clone()
     clip = lambda: md.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)  # noqa: E731

@@ -124,4 +124,4 @@ def check_noise_does_not_depend_on_the_number_of_ranks_under_ddp():
     assert layer.router.rng_state.tolist() == [0, 0, 3, 4 * rank]
 
 
-test_on_ranks = Checks.of(globals()).test(2, 4)
+test_on_ranks = Checks.of(globals()).test(4)

@@ -382,11 +382,6 @@ def refused():
 test_over_four_ranks = RANKS.test(4)
 
 
-@pytest.mark.parametrize("name", [name for name in RANKS if "equal" in name or "bits" in name])
-def test_over_two_ranks(name):
-    RANKS.assert_passed(2, name)
-
-
 def test_one_rank_moves_nothing():
     layer = moe_ext.MoELayer(D, F, E, K, dispatcher=moe_ext.nn.Dispatch(rebalance="exact"))
     layer(torch.randn(4, D))
