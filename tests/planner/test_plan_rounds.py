@@ -6,14 +6,21 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from planner_models import SMALL, columns, routing_of, run_step, small_mixtral
+from planner_models import (
+    SMALL,
+    best_of_all,
+    columns,
+    routing_of,
+    run_step,
+    small_mixtral,
+)
 from rank_checks import Checks
 
 from moe_ext.comm.collectives import all_reduce_bytes
 from moe_ext.distributed import count_traffic
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.optim import DiLoCo
-from moe_ext.planner import ClusterSpec, Job, Level, Plan, StepCost, plan, search
+from moe_ext.planner import ClusterSpec, Job, Level, Plan, StepCost, plan
 from moe_ext.planner.axes import DEFAULTS
 
 CHECKS = Checks()
@@ -129,8 +136,7 @@ def test_search_finds_the_best_of_all(codec):
     job = Job(8, 256, 16, "float32", load=0.3, local_steps=4, local_codec=codec)
     cost = StepCost(SMALL, dataclasses.replace(CLUSTER, memory=1.5e7), job)
     fixed = {"dispatcher": "alltoall", "turns": 0, "micro_batch": 1}
-    found, every = search(cost, fixed=fixed), search(cost, fixed=fixed, exhaustive=True)
-    assert found.best == every.best and found.proven
+    found = best_of_all(cost, fixed)
     choice = found.best.choice
     assert [choice[name] for name in ("tp", "cp", "zero")] == [1, 1, 0]
 
