@@ -253,24 +253,6 @@ def test_lightning_attention_has_no_convolution_whose_positions_travel():
     assert cost_of(model).sizes.states(4, "ulysses") == ("state", most, 3)
 
 
-@pytest.mark.parametrize(
-    ("family", "more", "first", "name"),
-    [
-        ("zamba", {"mamba_dt_rank": 5, "mamba_d_state": 6, "n_mamba_heads": 2}, 0, "shared_transf"),
-        ("zamba2", {"mamba_d_state": 6, "mamba_ngroups": 2, "n_mamba_heads": 8}, 0, "shared_tr"),
-    ],
-)
-def test_weights_of_several_layers_are_refused(transformers, family, more, first, name):
-    kinds = ["hybrid", "mamba", "hybrid", "mamba"]
-    given = {**SIZES, **more, "layers_block_type": kinds, "num_key_value_heads": 4}
-    config = transformers.CONFIG_MAPPING[family].from_dict({**given, "model_type": family})
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    text = f"got in layer 2 '{name}.*: weights that are those of layer {first} have no cost"
-    with pytest.raises(ValueError, match=f"^model_spec: expected each layer of .*{text}"):
-        model_spec(model)
-
-
 def test_a_recurrent_plan_is_written_and_read(tmp_path, transformers):
     model = made(transformers, "qwen3_next")
     options = {"num_ranks": 4, "seq_len": 256, "global_batch": 16}
