@@ -34,7 +34,7 @@ from moe_ext.testing import spawn_ranks
 MICRO, BLOCKS, E = 4, 4, 4
 # float64: sums of a few hundred terms near 1, whose order differs; 1e-9 is asked for.
 TIGHT = {"rtol": 1e-11, "atol": 1e-12}
-over_2, over_4 = Checks(), Checks()
+over_4 = Checks()
 
 
 class Block(nn.Module):
@@ -165,11 +165,17 @@ def run(
     return table, losses, pipeline
 
 
-@over_2(("gpipe", "full"), ("zb-h1", "none"), ("interleaved", "by torch"), ("zbv", "by torch"))
+@functools.cache
+def mesh():
+    """Pipelines of 2 ranks, each stage with its experts over 2 ranks."""
+    return MoEMesh(dp=1, ep=2, pp=2)
+
+
+@over_4(("gpipe", "full"), ("zb-h1", "none"), ("interleaved", "by torch"), ("zbv", "by torch"))
 def schedule(name, recompute):
-    rank, found = dist.get_rank(), layers()
+    rank, found = mesh().pp_rank, layers()
     table, losses, pipeline = run(
-        name, 2, dist.group.WORLD, rank, found, recompute=recompute, loss_scale=2.0
+        name, 2, mesh().pp_group, rank, found, recompute=recompute, loss_scale=2.0
     )
     want, want_losses = one_process()
     for p in found.parameters():
@@ -181,12 +187,12 @@ def schedule(name, recompute):
         torch.testing.assert_close(torch.stack(losses), want_losses, **TIGHT)
 
 
-@over_2()
+@over_4()
 def a_table_of_torch_with_messages():
-    rank, found = dist.get_rank(), layers()
+    rank, found = mesh().pp_rank, layers()
     rows = get_schedule_ops("InterleavedZeroBubble", 2, MICRO, with_comms=True)
     table = table_of(*(" ".join(map(str, row)) for row in rows))
-    pipeline = Pipeline(table, stages_of(table, rank, found), loss_of, group=dist.group.WORLD)
+    pipeline = Pipeline(table, stages_of(table, rank, found), loss_of, group=mesh().pp_group)
     assert pipeline.table is table
     x, y = batches()
     for _ in range(2):
@@ -195,15 +201,6 @@ def a_table_of_torch_with_messages():
         if p.grad is not None:
             p.grad /= 2
     assert_same(table, rank, found, one_process()[0])
-
-
-test_ranks_have_the_gradients_of_one_process = over_2.test(2)
-
-
-@functools.cache
-def mesh():
-    """Pipelines of 2 ranks, each stage with its experts over 2 ranks."""
-    return MoEMesh(dp=1, ep=2, pp=2)
 
 
 @over_4(
@@ -248,7 +245,7 @@ def experts_and_shards_of_fsdp(name):
     assert_same(table, mesh().pp_rank, found, one_process(2)[0])
 
 
-test_ranks_have_the_gradients_of_one_process_with_experts_over_them = over_4.test(4)
+test_ranks_have_the_gradients_of_one_process = over_4.test(4)
 
 
 class Fails(nn.Module):

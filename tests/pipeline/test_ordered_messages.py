@@ -41,15 +41,11 @@ def chosen(checks, *names):
     }
 
 
-over_2 = Checks(
-    {
-        **chosen(test_executor.over_2, "schedule", "a_table"),
-        **chosen(test_stages.over_2, "tied", "outputs"),
-    }
-)
+over_2 = Checks(chosen(test_stages.over_2, "tied", "outputs"))
+experts = (f"experts_over_ranks-{s}-none" for s in SCHEDULES)
 over_4 = Checks(
     {
-        **chosen(test_executor.over_4, *(f"experts_over_ranks-{s}-none" for s in SCHEDULES)),
+        **chosen(test_executor.over_4, "schedule", "a_table", *experts),
         **chosen(test_asynchronous.over_4, "weights", "both", "slices"),
     }
 )

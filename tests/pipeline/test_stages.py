@@ -477,8 +477,6 @@ def dies(rank, name, text):
     "name, text",
     [
         ("1f1b", "1F1"),
-        ("1f1b", "1B0"),
-        ("zb-h1", "1I0"),
         ("zb-h1", "1W0"),
         ("1f1b", "1SEND_F1"),
         ("1f1b", "1RECV_B0"),

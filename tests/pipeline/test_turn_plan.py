@@ -104,8 +104,10 @@ def test_four_fifths_of_the_exchanges_are_hidden(name):
 
 
 # F, I with a second forward pass of F, W, and a transfer; two exchanges in F, two more in I.
-@pytest.mark.parametrize("f, i, w, t", [(1, 2, 1, 0.25), (2, 5, 2, 0.5), (3, 5, 2, 0.25)])
-@pytest.mark.parametrize("ranks, micro", [(2, 8), (4, 16)])
+@pytest.mark.parametrize(
+    "ranks, micro, f, i, w, t",
+    [(2, 8, 1, 2, 1, 0.25), (4, 16, 2, 5, 2, 0.5), (2, 8, 3, 5, 2, 0.25)],
+)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_hidden_share_has_the_bound_of_its_closed_form(name, ranks, micro, f, i, w, t):
     table = make_table(name, ranks, micro)
