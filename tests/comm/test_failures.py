@@ -155,22 +155,18 @@ def describe(**kwargs):
     return failures._describe(failures._RollCall(**kwargs), 5.0)
 
 
-def test_a_rank_on_another_host_is_named_by_its_silence():
-    text, ranks = describe(silent={2, 5}, looked=True)
-    assert text == "ranks 2, 5 did not answer within 5 s"
-    assert ranks == {2, 5}
-
-
-def test_only_the_dead_are_blamed_where_some_are_slow():
-    text, ranks = describe(silent={1, 2}, dead={2}, looked=True)
-    assert text == "rank 2 died or ended"
-    assert ranks == {2}
-
-
-def test_a_failure_that_all_survive():
-    text, ranks = describe(silent=set(), looked=True)
-    assert text == "every rank of the group is alive"
-    assert ranks == set()
+@pytest.mark.parametrize(
+    ("silent", "dead", "text", "ranks"),
+    [
+        ({2, 5}, set(), "ranks 2, 5 did not answer within 5 s", {2, 5}),
+        ({1, 2}, {2}, "rank 2 died or ended", {2}),
+        (set(), set(), "every rank of the group is alive", set()),
+    ],
+)
+def test_ranks_are_named_by_their_silence_but_for_slow_ones_beside_the_dead(
+    silent, dead, text, ranks
+):
+    assert describe(silent=silent, dead=dead, looked=True) == (text, ranks)
 
 
 def test_the_host_of_a_store_that_is_gone(monkeypatch):

@@ -17,7 +17,7 @@ import warnings
 
 import functions_of_torch
 import torch
-from composition import PAGE, TOLERANCE, batches
+from composition import PAGE, TOLERANCE, batches, with_text
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.tensor import DTensor, Replicate
@@ -340,11 +340,8 @@ def table():
 
 def with_tables(page):
     """The page with both tables between their marks."""
-    for name, text in (("clipping", table()), ("functions", functions_of_torch.table())):
-        begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
-        before, after = page.index(begin) + len(begin), page.index(end)
-        page = page[:before] + text + page[after:]
-    return page
+    page = with_text(page, "clipping", table())
+    return with_text(page, "functions", functions_of_torch.table())
 
 
 def main():

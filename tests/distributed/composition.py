@@ -160,11 +160,16 @@ def table():
     return "\n".join(lines)
 
 
+def with_text(page, name, text):
+    """The page with a text between the marks of this name."""
+    begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
+    before, after = page.index(begin) + len(begin), page.index(end)
+    return page[:before] + text + page[after:]
+
+
 def with_table(page):
     """The page with the table between its marks."""
-    begin, end = "<!-- table -->\n", "\n<!-- end of table -->"
-    before, after = page.index(begin) + len(begin), page.index(end)
-    return page[:before] + table() + page[after:]
+    return with_text(page, "table", table())
 
 
 def main():
