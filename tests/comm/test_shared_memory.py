@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from rank_checks import Checks, ask_briefly, raised
+from rank_checks import Checks, ask_briefly, at_once, raised
 
 from moe_ext import MoELayer, _runtime_library
 from moe_ext.comm import collectives, shared_memory
@@ -368,9 +368,20 @@ def asked_until_it_ends(rank, how):
     return str(error.value), time.monotonic() - started
 
 
-@pytest.mark.parametrize("how", ["killed", "left", "silent"])
-def test_who_asks_learns_that_a_rank_does_not_come(how):
-    found = spawn_ranks(asked_until_it_ends, 3, how, may_die=(1,))
+ABSENT = ("killed", "left", "silent")
+
+
+@pytest.fixture(scope="module")
+def absent():
+    def run(how):
+        return spawn_ranks(asked_until_it_ends, 3, how, may_die=(1,))
+
+    return at_once(run, [(how,) for how in ABSENT])
+
+
+@pytest.mark.parametrize("how", ABSENT)
+def test_who_asks_learns_that_a_rank_does_not_come(absent, how):
+    found = absent[(how,)].result()
     for text, seconds in (found[0], found[2]):
         assert ("timed out after 1.5 s" if how == "silent" else "closed by rank 1") in text
         assert seconds < 5
