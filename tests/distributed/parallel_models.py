@@ -87,7 +87,3 @@ def run_steps(model, steps=1, branch=False):
     rank = dist.get_rank()
     for step in batches(steps):
         (loss_of(model, step[rank], branch and rank % 2 == 1) / steps).backward()
-
-
-def sizes():
-    return [ep for ep in (1, 2, 4) if dist.get_world_size() % ep == 0]

@@ -14,7 +14,6 @@ from parallel_models import (
     mesh,
     one_process,
     run_steps,
-    sizes,
 )
 from rank_checks import Checks, full, of_ranks, raised
 from torch import nn
@@ -31,7 +30,7 @@ ON_GPUS = ("nccl_ep", "deep_ep", "symm_mem")
 
 def check_accumulated_gradients_norm_and_step_of_one_process():
     want = one_process(steps=3)
-    for ep in sizes():
+    for ep in (1, 2, 4):
         model = Model(mesh(ep).ep_group)
         run_steps(model, steps=3)
         md.sync_gradients(model)
