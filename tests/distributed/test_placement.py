@@ -15,7 +15,6 @@ from moe_ext import _runtime_library
 from moe_ext import distributed as md
 from moe_ext.attention import SequenceParallelMLP
 from moe_ext.distributed.dtensor import local_part, part_in_graph
-from moe_ext.distributed.replicas import replica_group
 from moe_ext.nn import GroupedExperts, ModuleExperts
 from moe_ext.testing import spawn_ranks
 
@@ -189,19 +188,6 @@ def columns_over_ranks():
         assert mlp.get_parameter(f"{up}.weight").shape == (rows, 4)
         assert mlp.down_proj.weight.shape == (4, 8)
         assert local_part(mlp.down_proj.weight).shape == (4, part)
-
-
-@CHECKS()
-def a_mesh_knows_the_replicas():
-    mesh = md.MoEMesh(dp=2, ep=2)
-    assert (mesh.dp_rank, mesh.dp_size) == (dist.get_rank() // 2, 2)
-    replicas = replica_group(mesh.ep_group, torch.device("cpu"))
-    assert replicas is mesh.device_mesh.get_group("edp")
-    assert dist.get_process_group_ranks(replicas) == [mesh.ep_rank, mesh.ep_rank + 2]
-    assert replica_group(md.MoEMesh(dp=1, ep=4).ep_group, torch.device("cpu")) is None
-    for grid in (mesh, md.MoEMesh(ep=2, cp=2)):
-        assert grid.replica_mesh.mesh.tolist() == [grid.ep_rank, grid.ep_rank + 2]
-        assert grid.world_mesh.mesh.tolist() == [0, 1, 2, 3]
 
 
 @CHECKS()
