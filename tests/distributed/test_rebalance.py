@@ -195,30 +195,19 @@ def recomputation_and_accumulation(reentrant):
 
 
 @RANKS()
-def fsdp():
-    """Experts over two ranks, sharded over two replicas."""
-    size = dist.get_world_size()
-    mesh = md.MoEMesh(dp=2, ep=size // 2)
-    group = mesh.ep_group
-    plain, moved = make(group=group), make(ALWAYS, group)
-    outputs = run(plain)[0]
-    md.sync_gradients(plain)
-    md.fully_shard(moved, mesh)
-    for a, b in zip(run(moved)[0], outputs, strict=True):
-        torch.testing.assert_close(a, b, **TIGHT)
-    for p, q in zip(moved.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(full(p.grad), full(q.grad), **TIGHT)
-
-
-@RANKS()
 def replicas():
+    """Experts over two ranks, with two copies of each: averaged, and sharded by FSDP2."""
     mesh = md.MoEMesh(dp=2, ep=dist.get_world_size() // 2)
-    plain, moved = make(group=mesh.ep_group), make(ALWAYS, mesh.ep_group)
-    for layer in (plain, moved):
-        run(layer)
-        md.sync_gradients(layer)
-    for p, q in zip(moved.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, **TIGHT)
+    plain, moved, sharded = (make(how, mesh.ep_group) for how in (None, ALWAYS, ALWAYS))
+    md.fully_shard(sharded, mesh)
+    outputs = [run(layer)[0] for layer in (plain, moved, sharded)]
+    md.sync_gradients(plain)
+    md.sync_gradients(moved)
+    for layer, found in zip((moved, sharded), outputs[1:], strict=True):
+        for a, b in zip(found, outputs[0], strict=True):
+            torch.testing.assert_close(a, b, **TIGHT)
+        for p, q in zip(layer.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(full(p.grad), full(q.grad), **TIGHT)
 
 
 class Recomputed(torch.nn.Module):
