@@ -270,7 +270,7 @@ class MoEMesh:
             self.etp_group = group("etp")
             same = experts[self.edp_rank, :, self.etp_rank].tolist()
             parts = c10d.local_group(same, world, device)
-            declare_expert_shards(self.ep_group, parts, self.etp_group)
+            declare_expert_shards(self.ep_group, self.etp_group)
             self.device_mesh = mesh(experts, edp=replicas, ep=parts, etp=self.etp_group)
         else:
             self.device_mesh = mesh(experts, edp=replicas, ep=self.ep_group)

@@ -44,7 +44,7 @@ from moe_ext.distributed.dtensor import (
 )
 from moe_ext.distributed.replicas import (
     grid_of,
-    groups_of_shards,
+    group_of_shards,
     replica_group,
     shards_of_experts,
 )
@@ -320,22 +320,22 @@ class ExpertShards(Placement):
         return ExpertShards.of_stacked(num_experts, group, cut=cut, blocks=blocks)
 
     @property
-    def _groups(self) -> tuple[ProcessGroup, ProcessGroup]:
+    def _shards(self) -> ProcessGroup:
+        """Ranks with shards of the same experts."""
         assert self.group is not None
-        return groups_of_shards(self.group)
+        return group_of_shards(self.group)
 
     def logical_shape(self, local: Iterable[int]) -> torch.Size:
         """See `Placement`."""
         shape = list(super().logical_shape(local))
-        shape[self.cut] *= group_size(self._groups[1])
+        shape[self.cut] *= self._shards.size()
         return torch.Size(shape)
 
     def shard(self, experts: Tensor) -> Tensor:
         """Return this rank's etp shard of whole experts."""
-        pieces = experts.unflatten(self.cut, (self.cut_blocks, group_size(self._groups[1]), -1))
-        return pieces.select(self.cut + 1, group_rank(self._groups[1])).flatten(
-            self.cut, self.cut + 1
-        )
+        pieces = experts.unflatten(self.cut, (self.cut_blocks, self._shards.size(), -1))
+        own = pieces.select(self.cut + 1, group_rank(self._shards))
+        return own.flatten(self.cut, self.cut + 1)
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         """See `Placement`: dimensions "ep" and "etp"."""

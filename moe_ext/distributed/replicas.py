@@ -17,9 +17,8 @@ from moe_ext.comm.groups import group_rank, group_ranks, group_size, resolve_gro
 # Group to the ranks of other such groups with the same place in it; None if there are no others.
 _replica_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup | None]
 _replica_groups = weakref.WeakKeyDictionary()
-# Group with etp to the ranks with the same shard, and the ranks with shards of the same experts.
-_expert_shards: weakref.WeakKeyDictionary[ProcessGroup, tuple[ProcessGroup, ProcessGroup]]
-_expert_shards = weakref.WeakKeyDictionary()
+# Group with etp to the ranks of it with shards of the same experts.
+_expert_shards: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
 # Group to the ranks of all groups that partition the job in the same way, one row for each.
 _grids: weakref.WeakKeyDictionary[ProcessGroup, list[list[int]]] = weakref.WeakKeyDictionary()
 
@@ -37,25 +36,24 @@ def declare_replicas(
     _replica_groups[group], _grids[group] = replicas, grid
 
 
-def declare_expert_shards(group: ProcessGroup, same: ProcessGroup, shards: ProcessGroup) -> None:
+def declare_expert_shards(group: ProcessGroup, shards: ProcessGroup) -> None:
     """Note that neighbouring ranks of a group hold etp shards of the same experts.
 
     Args:
         group: ranks that share a set of experts.
-        same: ranks of the group with the same shard of different experts.
         shards: ranks of the group with shards of the same experts.
     """
-    _expert_shards[group] = same, shards
+    _expert_shards[group] = shards
 
 
-def groups_of_shards(group: ProcessGroup) -> tuple[ProcessGroup, ProcessGroup]:
-    """Return the arguments `same` and `shards` of `declare_expert_shards` for a group."""
+def group_of_shards(group: ProcessGroup) -> ProcessGroup:
+    """Return the argument `shards` of `declare_expert_shards` for a group."""
     return _expert_shards[group]
 
 
 def shards_of_experts(group: ProcessGroup | None) -> int:
     """Return etp, the number of ranks over which each expert is divided; 1 without etp."""
-    return 1 if group is None or group not in _expert_shards else _expert_shards[group][1].size()
+    return 1 if group is None or group not in _expert_shards else _expert_shards[group].size()
 
 
 def replica_group(group: ProcessGroup, device: torch.device) -> ProcessGroup | None:
