@@ -420,7 +420,7 @@ def successor(parameter: nn.Parameter, tensor: Tensor) -> nn.Parameter:
 
 def _distribute(module: nn.Module) -> None:
     """Replace the declared parameters of a module with DTensors."""
-    places = {module.get_parameter(name): place for name, place in placements(module).items()}
+    places = dict(placed_parameters(module).values())
     made: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
@@ -617,6 +617,11 @@ def placements(model: nn.Module) -> dict[str, Placement]:
     Returns:
         In the order of `model.named_parameters()`. Every rank holds the other parameters whole.
     """
+    return {name: placement for name, (_, placement) in placed_parameters(model).items()}
+
+
+def placed_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, Placement]]:
+    """Return name to (parameter, placement), see `placements`."""
     found: dict[nn.Parameter, Placement] = {}
     # Children come after their parents, so the innermost declaration overwrites the others.
     for module in model.modules():
@@ -629,7 +634,7 @@ def placements(model: nn.Module) -> dict[str, Placement]:
                 found[parameter] = placement
     # Parameters are matched by identity, because torch's `checkpoint_wrapper` leaves its own path
     # out of the names of its parameters.
-    return {name: found[p] for name, p in model.named_parameters() if p in found}
+    return {name: (p, found[p]) for name, p in model.named_parameters() if p in found}
 
 
 def _names_on_ranks(place: Placement, path: str) -> list[str]:
@@ -666,12 +671,8 @@ def sharded_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, Placem
 
     The placement is also noted on the parameter, for `known_shard`.
     """
-    parameters = dict(model.named_parameters())
-    found = {
-        name: (parameters[name], placement)
-        for name, placement in placements(model).items()
-        if placement.num_parts > 1
-    }
+    placed = placed_parameters(model)
+    found = {name: pair for name, pair in placed.items() if pair[1].num_parts > 1}
     for parameter, placement in found.values():
         setattr(parameter, _PLACED, placement)
         _was_assigned(parameter)
@@ -784,10 +785,9 @@ def expert_parameters(
         Name in the model, parameter (of this rank's experts), expert-parallel group (None if all
         experts are on this rank), number of experts over all ranks.
     """
-    parameters = dict(model.named_parameters())
-    for name, placement in placements(model).items():
+    for name, (parameter, placement) in placed_parameters(model).items():
         if placement.axis == "ep":
-            yield name, parameters[name], placement.group, placement.size
+            yield name, parameter, placement.group, placement.size
 
 
 def expert_param_groups(model: nn.Module) -> list[dict[str, Any]]:

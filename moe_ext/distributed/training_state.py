@@ -22,7 +22,7 @@ from moe_ext.distributed.placement import (
     ExpertShards,
     Placement,
     logical_names,
-    placements,
+    placed_parameters,
     sharded_buffers,
     sharded_parameters,
 )
@@ -212,16 +212,14 @@ class TrainingState:
         options = self._options(state)
         here = {whole: name for name, whole in self._logical_names().items()}
         own_names = {_bare(name): name for name in self._model.state_dict()}
-        places = _by_bare_name(placements(self._model))
-        by_name, values = _by_bare_name(dict(self._model.named_parameters())), {}
+        placed, values = _by_bare_name(placed_parameters(self._model)), {}
         for full_name, tensor in state.items():
             if full_name.startswith(MODEL):
                 whole = full_name.removeprefix(MODEL)
                 name = here.get(whole, whole)
-                alone = isinstance(tensor, tuple)
-                values[own_names.get(name, name)] = (
-                    tensor[0] if alone else _local(tensor, places.get(name), by_name.get(name))
-                )
+                parameter, place = placed.get(name, (None, None))
+                value = tensor[0] if isinstance(tensor, tuple) else _local(tensor, place, parameter)
+                values[own_names.get(name, name)] = value
         self._model.load_state_dict(values)
         for group, found_options in options:
             group.update(found_options)
@@ -296,24 +294,20 @@ class TrainingState:
         return {_bare(name): _bare(whole) for name, whole in names.items()}
 
     def _placements(self) -> dict[nn.Parameter, Placement]:
-        parameters = dict(self._model.named_parameters())
-        return {parameters[name]: place for name, place in placements(self._model).items()}
+        return dict(placed_parameters(self._model).values())
 
     def _model_values(self) -> dict[str, Any]:
         """Return whole tensors of the state dict by logical names, and other values in tuples."""
-        places, whole_names = _by_bare_name(placements(self._model)), self._logical_names()
-        parameters = _by_bare_name(dict(self._model.named_parameters()))
-        buffers = _by_bare_name(sharded_buffers(self._model))
-        found: dict[str, Any] = {}
+        buffers, parameters = sharded_buffers(self._model), placed_parameters(self._model)
+        placed = _by_bare_name({**buffers, **parameters})
+        whole_names, found = self._logical_names(), dict[str, Any]()
         for name, value in _by_bare_name(self._model.state_dict()).items():
             if not isinstance(value, Tensor):
                 # torch's planners flatten mappings and lists, but leave a tuple as one value.
                 found[whole_names.get(name, name)] = (value,)
                 continue
-            if name in parameters and name in places:
-                value = whole_of(value, parameters[name], places[name], name)
-            elif name in buffers:
-                value = whole_of(value, *buffers[name], name)
+            if name in placed:
+                value = whole_of(value, *placed[name], name)
             found[whole_names.get(name, name)] = value.detach()
         return found
 
