@@ -167,6 +167,13 @@ def load(
     given = options.pop("storage_reader", None)
     reader = given or SliceReader(path)
     training = TrainingState(model, optimizers)
+
+    def read(state: dict[str, Any], reader: Any, means: Callable[[], str]) -> None:
+        with _plain_errors("checkpoint.load", means):
+            state_dict_loader.load(
+                state, storage_reader=reader, no_dist=not is_initialized(), **options
+            )
+
     with _on_every_rank("checkpoint.load", options):
         if given is None and not Path(path, ".metadata").exists():
             raise FileNotFoundError(
@@ -192,13 +199,7 @@ def load(
     # them changes no parameter.
     first = {name: tensor for name, tensor in state.items() if name.startswith(OPTIONS)}
     if any(name.startswith(OPTIONS) for name in saved):
-        with _plain_errors("checkpoint.load", lambda: "nothing has changed"):
-            state_dict_loader.load(
-                first,
-                storage_reader=given or SliceReader(path),
-                no_dist=not is_initialized(),
-                **options,
-            )
+        read(first, given or SliceReader(path), lambda: "nothing has changed")
         with _on_every_rank("checkpoint.load", options):
             training._options(first)
     more = _with_all_saved(before, saved, metadata.planner_data)
@@ -217,10 +218,7 @@ def load(
     def means() -> str:
         return _HALF_WAY if getattr(reader, "begun", True) else "nothing has changed"
 
-    with _plain_errors("checkpoint.load", means):
-        state_dict_loader.load(
-            found, storage_reader=reader, no_dist=not is_initialized(), **options
-        )
+    read(found, reader, means)
     alone = {name: found[name] for name, value in state.items() if isinstance(value, tuple)}
     with _on_every_rank("checkpoint.load", options):
         try:
