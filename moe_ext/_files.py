@@ -1,12 +1,14 @@
-"""Replaces files in one step."""
+"""Replaces files in one step, and reads and writes JSON files with a schema number."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -30,3 +32,22 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_json(path: str | os.PathLike[str], schema: int, fields: Mapping[str, Any]) -> None:
+    """Write fields as JSON with a schema number. The file is replaced in one step."""
+    with replacing(path) as file:
+        file.write_text(json.dumps({"schema": schema, **fields}, indent=1) + "\n")
+
+
+def read_json(operation: str, path: str | os.PathLike[str], schema: int) -> dict[str, Any]:
+    """Read fields that `write_json` has written; ValueError for another file or schema number."""
+    try:
+        found = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{operation}: expected {path} to hold JSON: {error}") from None
+    number = found.pop("schema", None) if isinstance(found, dict) else None
+    if number != schema:
+        raise ValueError(f"{operation}: expected schema to be {schema}, got {number!r}")
+    fields: dict[str, Any] = found
+    return fields

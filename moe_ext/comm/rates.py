@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from moe_ext._checks import check_fields
-from moe_ext._files import replacing
+from moe_ext._files import read_json, write_json
 from moe_ext.comm.link import Link, quickest, seconds_of
 
 SCHEMA = 1
@@ -208,14 +207,7 @@ class CostTable:
         Raises:
             ValueError: the file is not JSON, has another schema, or lacks a field.
         """
-        try:
-            text = json.loads(Path(path).read_text())
-        except ValueError as error:
-            raise ValueError(f"CostTable.load: expected {path} to hold JSON: {error}") from None
-        schema = text.pop("schema", None) if isinstance(text, dict) else None
-        if schema != SCHEMA:
-            raise ValueError(f"CostTable.load: expected schema to be {SCHEMA}, got {schema!r}")
-        return cls.of(text, "CostTable.load")
+        return cls.of(read_json("CostTable.load", path, SCHEMA), "CostTable.load")
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], owner: str = "CostTable.of") -> CostTable:
@@ -241,9 +233,7 @@ class CostTable:
 
     def save(self, path: str | Path) -> None:
         """Write the table as JSON with the schema number. The file is replaced atomically."""
-        text = json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
-        with replacing(path) as file:
-            file.write_text(text + "\n")
+        write_json(path, SCHEMA, asdict(self))
 
     def codec_seconds(self, name: str, numel: int) -> tuple[float, float]:
         """Return the seconds to encode and to decode, interpolated between the measured sizes.

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from moe_ext._checks import check_fields
-from moe_ext._files import replacing
+from moe_ext._files import read_json, write_json
 from moe_ext.comm.groups import group_size
 from moe_ext.comm.link import max_over_ranks
 from moe_ext.planner.apply import Applied, apply_plan, rounds_of
@@ -232,8 +232,7 @@ class Plan:
 
     def to_json(self, path: str | Path) -> None:
         """Write the plan to a file for `from_json`; an older file is replaced atomically."""
-        with replacing(path) as file:
-            file.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n")
+        write_json(path, SCHEMA, asdict(self))
 
     @classmethod
     def from_json(cls, path: str | Path) -> Plan:
@@ -243,13 +242,7 @@ class Plan:
             ValueError: the file is no plan of this version, or holds a placement that `search`
                 cannot find.
         """
-        try:
-            found = json.loads(Path(path).read_text())
-        except ValueError as error:
-            raise ValueError(f"Plan.from_json: expected {path} to hold JSON: {error}") from None
-        schema = found.pop("schema", None) if isinstance(found, dict) else None
-        if schema != SCHEMA:
-            raise ValueError(f"Plan.from_json: expected schema to be {SCHEMA}, got {schema!r}")
+        found = read_json("Plan.from_json", path, SCHEMA)
         try:
             return cls._of(found)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
