@@ -25,7 +25,7 @@ UNIT = re.compile(r"(^|\s)(ms|us|MB)$")
 
 @dataclass(frozen=True)
 class Timing:
-    """What one contender took."""
+    """Costs of one contender."""
 
     median: float  # seconds
     best: float  # seconds
@@ -33,7 +33,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Table:
-    """One Markdown table: a title, what was measured, a header and rows of text."""
+    """A Markdown table: a title, a text, a header and rows of text."""
 
     title: str
     note: str
@@ -229,7 +229,7 @@ def milliseconds(timing: Timing) -> str:
 
 
 def ratio(slower: Timing, faster: Timing) -> str:
-    """How many times the first took of the second."""
+    """The ratio of the first time to the second."""
     return f"{slower.median / faster.median:.2f}"
 
 

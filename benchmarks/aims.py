@@ -45,7 +45,7 @@ def behind_best(name: str) -> Value:
 
 @dataclass(frozen=True)
 class Aim:
-    """One line.
+    """A line of the table of aims.
 
     Attributes:
         what: is measured.

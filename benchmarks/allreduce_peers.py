@@ -1,4 +1,4 @@
-"""What averages a bucket of gradients over ranks: ours, PyTorch's hooks, and the eager way.
+"""Contenders that average a bucket of gradients: ours, PyTorch's hooks, and the eager way.
 
 Shape suffixes: N elements of the bucket, K selected ones, P ranks.
 """
@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 SHAPE = (2500, 2500)  # 25 MB of float32
 DENSITY = 0.01
-RANK = 4  # of PowerSGD
+RANK = 4  # rank of PowerSGD
 DENSE, BF16 = "dense fp32", "dense bf16"
 POWERSGD = "torch's PowerSGD hook"
 AUTO, AUTO_TOPK = "ours, auto", "ours, auto or top-k"
@@ -24,7 +24,7 @@ Reduce = Callable[[Tensor], Tensor]
 
 @dataclass
 class Bucket:
-    """What a hook of DistributedDataParallel sees of its bucket; torch's own has no constructor."""
+    """Stand-in for the bucket of DDP, since torch's own class has no constructor."""
 
     parameter: nn.Parameter
     grad: Tensor
@@ -38,7 +38,7 @@ class Bucket:
         return True
 
     def buffer(self) -> Tensor:
-        """Flat."""
+        """The flat gradient."""
         return self.grad.view(-1)
 
     def set_buffer(self, buffer_N: Tensor) -> None:
@@ -46,11 +46,11 @@ class Bucket:
         self.grad = buffer_N.view(self.grad.shape)
 
     def gradients(self) -> list[Tensor]:
-        """One matrix."""
+        """The bucket as one matrix."""
         return [self.grad]
 
     def parameters(self) -> list[Tensor]:
-        """One matrix."""
+        """The bucket as one matrix."""
         return [self.parameter]
 
 
@@ -118,7 +118,7 @@ class Ours:
         self._run = hooked(compress_hook, self.state)
 
     def __call__(self, grad: Tensor) -> Tensor:
-        """One step."""
+        """Average the bucket once."""
         return self._run(grad)
 
     def explain(self) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""One rank of the all-reduce benchmark: reads jobs as lines of JSON, answers with what they cost.
+"""Rank of the all-reduce benchmark: reads jobs as lines of JSON, and answers with their costs.
 
 ``allreduce_rank.py RANK WORLD_SIZE`` with the rendezvous in the environment.
 """
@@ -20,13 +20,13 @@ NUM_COPIES = 15
 
 
 def gradients(rank: int, shape: list[int]) -> list[Tensor]:
-    """Different ones on every rank, the same in every run."""
+    """Gradients that differ between ranks, and are the same in every run."""
     generator = torch.Generator().manual_seed(1000 + rank)
     return [torch.randn(shape, generator=generator) for _ in range(NUM_GRADS)]
 
 
 def sent_bytes() -> int:
-    """What has left this namespace."""
+    """Bytes that have left this namespace."""
     return int(TX_BYTES.read_text())
 
 
@@ -52,7 +52,7 @@ class Rank:
         return {}
 
     def time(self, names: list[str]) -> dict[str, Any]:
-        """One turn of each: wall and CPU seconds, bytes, and which codec was taken."""
+        """Run each once: wall and CPU seconds, bytes, and which codec was taken."""
         found = {}
         for name in names:
             self.grad.copy_(self.grads[self.turn % NUM_GRADS])
@@ -94,7 +94,7 @@ class Rank:
         return found
 
     def explain(self, names: list[str]) -> dict[str, Any]:
-        """What `auto` says about its choice."""
+        """The explanation of `auto` for its choice."""
         return {name: self.reduces[name].explain() for name in names}
 
 

@@ -1,4 +1,4 @@
-"""How the error of attention in bfloat16 grows with the number of ranks."""
+"""Growth of the error of attention in bfloat16 with the number of ranks."""
 
 import torch
 from _harness import Table
@@ -21,7 +21,7 @@ HEADER = ("contender", "P", "out", "dq", "dk", "dv")
 
 
 def cells(errors: list[float]) -> list[str]:
-    """For the table, in thousandths."""
+    """Text of an error in thousandths, for the table."""
     return [f"{1e3 * error:.3f}" for error in errors] or ["-"] * 4
 
 
@@ -45,7 +45,7 @@ def errors() -> dict[tuple[str, int], list[float]]:
 
 
 def table(found: dict[tuple[str, int], list[float]]) -> Table:
-    """Of docs/benchmarks.md."""
+    """The table of docs/benchmarks.md."""
     note = (
         f"Relative Frobenius error against float64, in thousandths, with inputs in bfloat16: "
         f"S={CASE.seq_len} H={CASE.heads} D={CASE.dim}, causal, zigzag. *float64, rounded* is what "

@@ -1,4 +1,4 @@
-"""What ranks find out about contenders: time, bytes, memory, distance to float64, tiles computed.
+"""Measurements of contenders by ranks: time, bytes, memory, error to float64, tiles computed.
 
 Shape suffixes: L positions of this rank, M keys of another one.
 """
@@ -31,7 +31,7 @@ TIMEOUT = 280.0
 
 @dataclass
 class Cost:
-    """Of one contender on one rank; squares by tensor (out, dq, dk, dv)."""
+    """Costs of a contender on one rank; squares by tensor (out, dq, dk, dv)."""
 
     cpu: list[float] = field(default_factory=list)
     wall: list[float] = field(default_factory=list)
@@ -69,7 +69,7 @@ def measured_once(contender: Contender, rank: int, reference: list[Tensor] | Non
         (PROC / "clear_refs").write_text("5")  # the high-water mark becomes what is resident now
     resident, written = number("status", "VmRSS"), number("io", "wchar")
     found = contender.run()
-    # What Gloo sends it writes to sockets, and nothing else is written meanwhile.
+    # Gloo writes its messages to sockets, and nothing else is written meanwhile.
     cost.sent = number("io", "wchar") - written
     cost.peak = (number("status", "VmHWM") - resident) * 1024
     for part, whole in zip(found, reference or [], strict=False):
@@ -134,7 +134,7 @@ def time_products(found: dict[str, Cost], jobs: dict[str, Job]) -> None:
 
 @dataclass(frozen=True)
 class Found:
-    """Of one contender over all ranks: sums of CPU seconds, the largest of all else.
+    """Costs of a contender over all ranks: sums of CPU seconds, the largest of all else.
 
     `errors` are relative, of out, dq, dk and dv; empty where there was nothing to compare with.
     """
@@ -154,7 +154,7 @@ def median(rows: Sequence[Sequence[float]], of_ranks: str) -> float:
 
 
 def over_ranks(costs: Sequence[Cost]) -> Found:
-    """One contender."""
+    """The costs of one contender."""
     with_error = [cost for cost in costs if cost.squared_error]
     errors = [
         (sum(e) / sum(n)) ** 0.5

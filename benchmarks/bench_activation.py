@@ -19,13 +19,13 @@ SHAPE = (4096, 2 * 1792)
 
 
 def eager_gated(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """What a layer without a fused operator runs."""
+    """The eager code of a layer without the fused operator."""
     gate, up = x.chunk(2, dim=-1)
     return EAGER[kind](gate) * up
 
 
 def activation_row(kind: str, dtype: torch.dtype) -> tuple[str, ...]:
-    """One kind and dtype, forward and forward plus backward."""
+    """Rows of a kind and dtype: forward, and forward plus backward."""
     x = torch.randn(SHAPE).to(dtype)
     leaf = x.clone().requires_grad_()
     grad = torch.randn(SHAPE[0], SHAPE[1] // 2).to(dtype)

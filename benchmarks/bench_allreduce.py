@@ -32,7 +32,7 @@ LATE = (AUTO, AUTO_TOPK, POWERSGD)
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one contender: medians over the turns.
+    """Costs of a contender: medians over the turns.
 
     Attributes:
         wall: seconds of the slowest rank.
@@ -47,7 +47,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Found:
-    """On one link, by contender.
+    """Results on one link, by contender.
 
     Attributes:
         costs: once those that choose have chosen.
@@ -86,7 +86,7 @@ def measure(wires: Network, ranks: Ranks, names: list[str]) -> dict[str, Found]:
     found, shuffle = {}, random.Random(0)
     for label, (rate, turns) in LINKS.items():
         wires.limit(rate)
-        # They probe the link as it is now.
+        # New cost models probe the link as it is now.
         choosing = [name for name in names if name in (AUTO, AUTO_TOPK)]
         ranks.ask({"do": "renew", "names": choosing})
         early = [ranks.ask({"do": "time", "names": choosing}) for _ in range(FIRST_TURNS)]
@@ -102,7 +102,7 @@ def measure(wires: Network, ranks: Ranks, names: list[str]) -> dict[str, Found]:
 
 
 def row(key: tuple[int, str, str], found: Found, error: float | None) -> tuple[str, ...]:
-    """One line of the table."""
+    """A line of the table."""
     num_ranks, link, name = key
     cost = found.costs[name]
     return (
@@ -167,7 +167,7 @@ def note(copies: dict[int, Copies]) -> str:
 
 
 def explanation(found: dict[int, dict[str, Found]]) -> str:
-    """What `auto` printed, for every link."""
+    """The explanations of `auto`, for every link."""
     lines = []
     for num_ranks, links in found.items():
         for link, one in links.items():

@@ -78,7 +78,7 @@ def speeds() -> tuple[Speed, dict[tuple[int, torch.dtype], dict[str, Found]]]:
     found: Speed = {}
     runs = {}
     for num_ranks, dtype in itertools.product(RANKS, (torch.float32, torch.bfloat16)):
-        # One process does the same whatever P, and the other library refuses bfloat16 on CPU.
+        # P does not matter to one process, and the other library refuses bfloat16 on CPU.
         names = [*SPEED, *([ONE_PROCESS] if num_ranks == RANKS[0] else [])]
         names += FORWARD if dtype == torch.float32 else []
         jobs = {name: Job(name, replace(CASE, dtype=dtype)) for name in present(names)}
@@ -91,7 +91,7 @@ def speeds() -> tuple[Speed, dict[tuple[int, torch.dtype], dict[str, Found]]]:
 def speed_row(
     key: tuple[int, torch.dtype, str], found: Speed, run: dict[str, Found]
 ) -> tuple[str, ...]:
-    """One line of the first table."""
+    """A line of the first table."""
     num_ranks, dtype, name = key
     cost, peer = found[key], found.get((num_ranks, dtype, TORCH_RING))
     forward = name in FORWARD
@@ -270,7 +270,7 @@ def packed_table() -> Table:
 
 
 def balance_table() -> Table:
-    """How even the areas of the causal mask are, over many lengths."""
+    """Table of how even the areas of the causal mask are, over many lengths."""
     rows = []
     for num_ranks in BALANCE_RANKS:
         lengths = [*range(2 * num_ranks, 1000), *LARGE_LENGTHS]

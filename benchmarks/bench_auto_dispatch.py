@@ -94,7 +94,7 @@ def row(turns: Turns, auto: str) -> tuple[str, ...]:
 
 
 def tables() -> list[Table]:
-    """One row a load, link and way to add; none, with a line that says why, where it cannot be."""
+    """The table, a row for each load, link and combine; without namespaces none, and a line why."""
     reason = namespaces.why_not()
     if reason:
         print(f"benchmark auto_dispatch: skipped, since {reason}", file=sys.stderr)

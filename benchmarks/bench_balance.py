@@ -23,7 +23,7 @@ LAYERS = {"none": None, "by cost": Rebalance(), "always": Rebalance(break_even=0
 
 
 def row(num_ranks: int, num_experts: int) -> tuple[str, ...]:
-    """One number of ranks and experts."""
+    """A row for one number of ranks and experts."""
     weight = 1 / torch.arange(1, num_experts + 1.0) ** 1.2
     chosen = torch.multinomial(weight.expand(num_ranks, -1), ROWS, True)
     counts = torch.stack([torch.bincount(row, minlength=num_experts) for row in chosen])

@@ -48,7 +48,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Those of installed libraries."""
+    """The contests whose library is installed."""
     found = []
     if importlib.util.find_spec("deepspeed"):
         for num_tokens in (64, 1024, 4096):
@@ -126,7 +126,7 @@ def fairscale_pair(case: Case) -> dict[str, nn.Module]:
 
 
 def difference(pair: dict[str, nn.Module], x_TD: Tensor) -> float:
-    """How far the outputs are apart, relative to the largest; RuntimeError if too far."""
+    """Largest difference of outputs, relative to the largest output; RuntimeError if too large."""
     outputs = {}
     for name, layer in pair.items():
         torch.manual_seed(2)
@@ -148,7 +148,7 @@ def train(layer: nn.Module, x_TD: Tensor, grad: Tensor) -> None:
 
 
 def row(case: Case, seconds: float = 2.0) -> tuple[str, ...]:
-    """One case: outputs compared first, then timed."""
+    """Compare the outputs of a case, then time it."""
     torch.manual_seed(0)
     made = deepspeed_pair(case) if case.library == "DeepSpeed" else fairscale_pair(case)
     pair = {name: Summed(layer) for name, layer in made.items()}

@@ -11,11 +11,11 @@ from moe_ext import ops
 NUMEL = 2**24
 SIZES = (2**20, 2**22, 2**24, 2**26, 2**28)
 DENSITIES = (0.1, 0.01, 0.001)
-# What a residual holds would otherwise grow for hundreds of steps before it is as in training.
+# Factor on the residual before each step: without it a residual grows for hundreds of steps.
 DECAY = 0.9
 # By how much the noise of one step is shifted against the next one's.
 SHIFT, NUM_SHIFTS = 2**12 + 2**6, 251
-# What selection with error feedback moves: it reads gradient and residual and writes the residual.
+# Bytes that selection moves: it reads gradient and residual, and writes the residual.
 FEEDBACK_BYTES, COPY_BYTES = 12, 8
 
 
@@ -37,7 +37,7 @@ INPUTS: dict[str, Callable[[int], torch.Tensor]] = {
 
 
 def eager_topk(grad: torch.Tensor, residual: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
-    """What a hook without a fused operator runs."""
+    """The eager code of a hook without the fused operator."""
     residual.add_(grad)
     _, indices = residual.abs().topk(k, sorted=False)
     values = residual[indices]
@@ -262,7 +262,7 @@ def eager_int8(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def quantizer_times(format: str, numel: int, block: int = 256) -> dict[str, Timing]:
-    """One format: with and without a residual, and back."""
+    """Rows of a format: with and without a residual, and back."""
     x, total = torch.randn(numel), torch.zeros(numel)
     residuals = [torch.zeros(numel) for _ in range(2)]
     target = torch.empty_like(x)
@@ -299,7 +299,7 @@ def quantizer_table(found: dict[str, dict[str, Timing]]) -> Table:
 
 
 def target_table(found: Found, quantized: dict[str, dict[str, Timing]]) -> Table:
-    """What was aimed at, and whether it is met."""
+    """The table of aims, and whether each is met."""
     usual = found["normal", 0.01]
     exact = max(
         times["top-k"].median / times["copy"].median

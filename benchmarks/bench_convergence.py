@@ -60,7 +60,7 @@ SIZES = ModelConfig(model_dim=96, num_layers=2, num_heads=4, ffn_dim=128, seq_le
 
 @dataclass(frozen=True)
 class Trained:
-    """What the forward pass goes through, and what steps."""
+    """The module of the forward pass, and the object whose `step` is called."""
 
     forward: nn.Module
     optimizer: torch.optim.Optimizer
@@ -80,7 +80,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Found:
-    """Of one setting and seed, on one rank: of a step, after the warm-up."""
+    """Results of a setting and seed on one rank; costs are those of a step after the warm-up."""
 
     loss: float
     sent_bytes: float
@@ -92,7 +92,7 @@ class ForgetfulTopK(TopK):
     """Top-k without error feedback: what is not sent is lost."""
 
     def start(self, grad_N: Tensor, memory: CodecMemory, **kwargs: Any) -> Reduction:
-        """As of every codec."""
+        """See `Codec`."""
         memory.put("residual", None)
         return super().start(grad_N, memory, **kwargs)
 
@@ -110,7 +110,7 @@ def hooked(codec: str | Codec) -> Callable[[nn.Module, int], Trained]:
 
 
 def one_bit_adam(**options: Any) -> Callable[[nn.Module, int], Trained]:
-    """It averages by itself: gradients, then momentum."""
+    """1-bit Adam, which averages by itself: gradients, then momentum."""
 
     def prepare(model: nn.Module, warm_steps: int) -> Trained:
         optimizer = OneBitAdam(
@@ -134,13 +134,13 @@ class SyncedAdam(torch.optim.Adam):
         self.model = model
 
     def step(self, closure: Any = None) -> Any:
-        """As of every optimizer."""
+        """See `torch.optim.Optimizer`."""
         sync_gradients(self.model)
         return super().step(closure)
 
 
 class AdamThenTopK(torch.optim.SGD):
-    """Each rank takes Adam's step of its own gradients, of which the ranks exchange the largest.
+    """Adam on each rank's own gradients; ranks exchange the largest elements of the steps.
 
     Steps are comparable numbers where gradients are not, what is owed keeps its meaning, and Adam
     does not take a gradient that was owed for long for one that varies.
@@ -154,7 +154,7 @@ class AdamThenTopK(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """As of every optimizer."""
+        """See `torch.optim.Optimizer`."""
         is_dense, size = self.steps < self.warm_steps, dist.get_world_size()
         if is_dense:
             sync_gradients(self.model)
@@ -231,7 +231,7 @@ def validate(model: nn.Module, data: TextData, num_batches: int) -> float:
 
 
 def train(setting: Setting, data: TextData, seed: int, steps: int) -> Found:
-    """One setting from the first step to the last."""
+    """Train a setting from the first step to the last."""
     model = MoELanguageModel(
         SIZES,
         ep_group=dist.group.WORLD if setting.spread else None,
@@ -285,7 +285,7 @@ def measure(
 
 
 def verdict(setting: Setting, ratio: float) -> str:
-    """For the table."""
+    """Text for the table."""
     if setting.limit is None:
         return "control" if setting.control else "-"
     met = "met" if ratio <= setting.limit else "missed"
@@ -293,7 +293,7 @@ def verdict(setting: Setting, ratio: float) -> str:
 
 
 def row(name: str, found: list[dict[str, Found]]) -> tuple[str, ...]:
-    """One setting over the seeds."""
+    """The row of a setting over its seeds."""
     here = [of_seed[name] for of_seed in found]
     losses = [one.loss for one in here]
     ratio = statistics.mean(
@@ -311,7 +311,7 @@ def row(name: str, found: list[dict[str, Found]]) -> tuple[str, ...]:
 
 
 def table(found: list[dict[str, Found]], steps: int = STEPS, ranks: int = RANKS) -> Table:
-    """Of docs/benchmarks.md, from the findings of each seed."""
+    """The table of docs/benchmarks.md, from the findings of each seed."""
     seeds = f"{len(found)} seed{'s' if len(found) > 1 else ''},"
     note = (
         f"A byte-level language model ({SIZES.num_layers} layers, D={SIZES.model_dim}, top "
@@ -338,7 +338,7 @@ def table(found: list[dict[str, Found]], steps: int = STEPS, ranks: int = RANKS)
 
 
 def cores(ranks: int) -> str:
-    """For the note."""
+    """Text for the note."""
     found = os.cpu_count() or 1
     return f" and which has {found} cores" if found < ranks else ""
 

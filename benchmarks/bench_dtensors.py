@@ -27,7 +27,7 @@ NUM_PLAIN, NUM_EXPERT, SIDE = 60, 20, 64
 STEP_PAIRS = 100
 # Program that measures a model without experts.
 SCRIPT = Path(__file__).resolve().parent / "import_cost_rank.py"
-# A module that nothing of torch knows shows how far figures are from each other by chance.
+# A module unknown to torch shows how far figures are from each other by chance.
 ROUNDS, CONTROL = 100, "html"
 
 
@@ -220,7 +220,7 @@ def without_experts() -> dict[tuple[str, str], Pair]:
 
 
 def median(found: list[dict[Any, Pair]]) -> dict[Any, Pair]:
-    """Each measurement as the rank has it that pays the median of what ranks pay beyond plain."""
+    """Each measurement from the rank whose cost beyond plain is the median over ranks."""
     return {
         key: sorted((one[key] for one in found), key=lambda p: p.beyond)[len(found) // 2]
         for key in found[0]

@@ -27,7 +27,7 @@ SHAPES = (
     {"num_tokens": 512, "model_dim": 512, "ffn_dim": 192, "num_experts": 64, "top_k": 8},
     {"num_tokens": 512, "model_dim": 512, "ffn_dim": 1792, "num_experts": 8, "top_k": 2},
 )
-# On one host, where nothing is slow but what is done beside the products.
+# On one host: no link is slow, so that work beside the products shows.
 HOST_SIZES = (2, 4)
 SMALL = {"num_tokens": 64, "model_dim": 256, "ffn_dim": 256, "num_experts": 8, "top_k": 2}
 ON_ONE_HOST = (ALLTOALL, "dedup, reduced", "allgather, reduced")

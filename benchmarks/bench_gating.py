@@ -9,7 +9,7 @@ SHAPES = ((16384, 64, 8), (16384, 8, 2), (1024, 64, 8))
 
 
 def eager_gate(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, ...]:
-    """What a layer without a fused operator runs."""
+    """The eager code of a layer without the fused operator."""
     scores = logits.softmax(dim=-1)
     weights, idx = scores.topk(top_k, dim=-1)
     weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -17,7 +17,7 @@ def eager_gate(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, ...]:
 
 
 def gate_row(num_tokens: int, num_experts: int, top_k: int) -> tuple[str, ...]:
-    """One shape, forward and forward plus backward."""
+    """Rows of a shape: forward, and forward plus backward."""
     logits = torch.randn(num_tokens, num_experts)
     leaf = logits.clone().requires_grad_()
     grad = torch.randn(num_tokens, top_k)

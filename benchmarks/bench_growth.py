@@ -1,4 +1,4 @@
-"""How the layer's time grows with the tokens and with the experts.
+"""Growth of the layer's time with the tokens and with the experts.
 
 Shape suffixes: T tokens, D model, E experts, K top-k, N rows.
 """

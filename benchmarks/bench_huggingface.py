@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement: a family, the tokens of a step and their dtype."""
+    """A measurement: a family, the tokens of a step and their dtype."""
 
     family: str
     shape: LayerShape
@@ -76,7 +76,7 @@ def batch_of(case: Case) -> dict[str, Tensor]:
 
 
 def contenders(case: Case) -> dict[str, nn.Module]:
-    """One copy of the model for each implementation, with the same weights."""
+    """A copy of the model for each implementation, with the same weights."""
     model = build(case)
     models = {}
     for name in ("ours", *BUILT_IN):
@@ -143,7 +143,7 @@ def experts_part(
 
 
 def row_of(case: Case) -> tuple[str, ...]:
-    """One case: losses compared first, then timed."""
+    """Compare the losses of a case, then time it."""
     models, batch = contenders(case), batch_of(case)
     check_losses(case, models, batch)
     runs: Runs = {

@@ -1,4 +1,4 @@
-"""What fresh memory costs: operators, optimizers and layers with `reuse_memory()` and without."""
+"""Cost of fresh memory: operators, optimizers and layers with `reuse_memory()` and without."""
 
 import resource
 import statistics

@@ -13,7 +13,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
 def largest_difference(case: Case, layers: dict[str, nn.Module], x: Tensor) -> float:
-    """How far any two outputs are apart, relative to the largest; RuntimeError if too far."""
+    """Largest difference of two outputs, relative to the largest; RuntimeError if too large."""
     with torch.no_grad():
         outputs = {name: layer(x).float() for name, layer in layers.items()}
     scale = outputs["grouped_mm"].abs().max()
@@ -30,7 +30,7 @@ def largest_difference(case: Case, layers: dict[str, nn.Module], x: Tensor) -> f
 
 
 def time_row(case: Case) -> tuple[str, ...]:
-    """One case: outputs compared first, then timed."""
+    """Compare the outputs of a case, then time it."""
     layers = make(case, contenders(case))
     x = tokens(case)
     grad = torch.randn_like(x)
@@ -88,7 +88,7 @@ def time_table() -> Table:
 
 
 def memory_table() -> Table:
-    """What each contender keeps for the backward pass, and its peak."""
+    """Bytes that each contender keeps for the backward pass, and its peak."""
     cases = [Case(s, 1024, d, EVEN) for s in LAYERS for d in DTYPES]
     header = ["shape", "T", "dtype", "routing"]
     header += [f"{name} saved MB" for name in MAKERS] + [f"{name} peak MB" for name in MAKERS]

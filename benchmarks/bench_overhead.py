@@ -1,4 +1,4 @@
-"""What a call costs beside its kernel: the time that is left at no tokens.
+"""Cost of a call beside its kernel: the time extrapolated to no tokens.
 
 Shape suffixes: T tokens, D model, F ffn, E experts, K top-k, N rows.
 """
@@ -19,7 +19,7 @@ Call = Callable[[], object]
 
 
 def calls(num_tokens: int, *, requires_grad: bool) -> dict[str, Call]:
-    """Each operator on this many tokens."""
+    """The operators, each on this many tokens."""
 
     def leaf(*size: int) -> Tensor:
         return torch.randn(*size, requires_grad=requires_grad)

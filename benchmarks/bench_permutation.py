@@ -18,7 +18,7 @@ from moe_ext import ops
 
 
 def permute_row(shape: PermutationShape, dtype: torch.dtype) -> list[tuple[str, ...]]:
-    """One shape and dtype: the four passes, each beside eager torch and beside a copy."""
+    """Rows of a shape and dtype: the four passes, each beside eager torch and beside a copy."""
     num_slots = shape.num_tokens * shape.top_k
     x = torch.randn(shape.num_tokens, shape.model_dim).to(dtype)
     idx = torch.rand(shape.num_tokens, shape.num_experts).topk(shape.top_k).indices

@@ -26,7 +26,7 @@ from moe_ext.testing import spawn_ranks
 RANKS, MICRO, SECONDS, STEPS = 2, 8, 0.04, 5
 # With exchanges.
 WAVES, WAVE_SECONDS, RATE = 16, 0.16, 1e8
-# Of 500 kB in a transfer, what may pass unslowed after a pause.
+# Bytes, of 500 kB in a transfer, that may pass unslowed after a pause.
 BURST = 64 * 1024
 # Factor of the times of the last rank's actions, where that is the slow one.
 SLOW = 2.0
@@ -42,7 +42,7 @@ def step_times(
 ) -> dict[str, tuple[float, float, float]]:
     """Best step of each schedule, its simulated time, and that with sleeps that end on time.
 
-    All ranks of a stage meet in it.
+    All ranks of a stage meet in the step.
     """
     grid = torch.arange(dist.get_world_size()).view(RANKS, ep)
     stage_groups = [dist.new_group(row) for row in grid.tolist()]
@@ -86,7 +86,7 @@ def step_times(
 
 
 def _longer(seconds: float, count: int = 20) -> tuple[float, float, float]:
-    """What forward pass, gradient of the input and of the weight of a stage take over its sleeps.
+    """Seconds beyond its sleeps that a stage takes for forward pass, gradients of input and weight.
 
     Medians, of a stage alone: sleeps end late, and calls and autograd take time.
     """
@@ -102,9 +102,9 @@ def _longer(seconds: float, count: int = 20) -> tuple[float, float, float]:
 
 
 def hidden_share(table: ActionTable, costs: Costs, seconds: float) -> float:
-    """What a step of so many seconds hides of its exchanges.
+    """Share of its exchanges that a step of so many seconds hides.
 
-    All of them are in sight where every one is waited for as it is sent.
+    No exchange is hidden if the step waits for each as it is sent.
     """
     at_once = {kind: [(sent, sent) for sent, _ in e] for kind, e in costs.exchanges.items()}
     seen = plan_turns(table, replace(costs, exchanges=at_once), lanes=1).makespan

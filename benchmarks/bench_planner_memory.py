@@ -85,14 +85,14 @@ class Setup:
 
     @property
     def fixed(self) -> dict[str, int | str | None]:
-        """Values of the axes of its plan."""
+        """Values of the axes of the setup's plan."""
         names = ("ep", "zero", "recompute", "micro_batch", "dispatcher", "combine", "wire")
         names = (*names, "pp", "schedule", "turns", "tp", "cp", "scheme", "etp", "balance")
         return {name: getattr(self, name) for name in names}
 
     @property
     def label(self) -> str:
-        """Its values, but for usual ones."""
+        """Text of the values that are not the usual ones."""
         parts = [f"pp {self.pp}, {self.schedule}"] * (self.pp > 1)
         parts += ["in turn"] * self.turns
         parts += [f"tp {self.tp}"] * (self.tp > 1) + [f"cp {self.cp}"] * (self.cp > 1)
@@ -244,7 +244,7 @@ def measure(setup: Setup) -> tuple[int, Plan]:
     applied = made.apply(model)
 
     def choose(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        # Of ranks that share sequences each has its part of the tokens.
+        # Ranks that share sequences have a part of the tokens each.
         return inputs[0], index[: len(inputs[0])], inputs[2]
 
     for layer in (each for each in model.model.layers if hasattr(each, "mlp")):
@@ -274,7 +274,7 @@ def measure(setup: Setup) -> tuple[int, Plan]:
     with contextlib.ExitStack() as stack:
         if setup.local_steps > 1:
             options = {"lr": 1.0} if setup.local_codec == "sparseloco" else OUTER
-            # Each step ends a round.
+            # A round is one step.
             rounds = rounds_of(applied, optimizers[0], 1, torch.optim.SGD, **options)
             stack.enter_context(rounds)
         peak = _counted(model, optimizers, step, in_turn=bool(setup.turns))
@@ -295,7 +295,7 @@ def _counted(
             held += [value for value in state.values() if isinstance(value, Tensor)]
     local = [getattr(t, "_local_tensor", t) for t in held]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}
-    # What a message's thread releases may be counted for too long: the lower of two steps.
+    # Memory that a message's thread releases may count for too long: take the lower of two steps.
     rises = []
     for _ in range(5 if in_turn else 2):
         # Lanes of a pipeline have threads of their own, which the profiler does not see.
@@ -317,13 +317,13 @@ def _kept(rounds: DiLoCo | None) -> int:
     (own,) = (value for name, value in state.items() if name.startswith("rank"))
     for part in own.values():
         total += sum(x.nbytes for x in part["original"])
-        # And what the next round writes in its place.
+        # The next round writes as many in their place.
         total += 2 * sum(x.nbytes for x in part["owed"].values())
     return total
 
 
 def measure_on_rank(rank: int, setups: tuple[Setup, ...]) -> list[tuple[int, Plan]]:
-    """Of each setup, on this rank."""
+    """Peak memory of each setup on this rank."""
     torch.set_num_threads(1)
     return [measure(setup) for setup in setups]
 
@@ -331,7 +331,7 @@ def measure_on_rank(rank: int, setups: tuple[Setup, ...]) -> list[tuple[int, Pla
 def measure_all(
     setups: tuple[Setup, ...] = SETUPS + SHARED + SPREAD,
 ) -> list[tuple[Setup, int, Plan]]:
-    """Of each setup the peak of the fullest rank."""
+    """Peak memory of the fullest rank in each setup."""
     found = []
     for ranks in sorted({setup.ranks for setup in setups}):
         here = tuple(setup for setup in setups if setup.ranks == ranks)

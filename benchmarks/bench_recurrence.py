@@ -92,7 +92,7 @@ def trained(function: Function) -> Callable[[], object]:
 
 
 def row(name: str) -> tuple[str, ...]:
-    """One recurrence, forward and forward plus backward."""
+    """Rows of a recurrence: forward, and forward plus backward."""
     ours, theirs = CASES[name]()
     with torch.no_grad():
         torch.testing.assert_close(ours(), theirs(), rtol=1e-3, atol=1e-3)

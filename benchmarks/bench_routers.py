@@ -1,4 +1,4 @@
-"""Each router's gate against its formula in eager torch; a router is one entry of `CASES`."""
+"""Gates of all routers against their formulas in eager torch; `CASES` has an entry for each."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -152,7 +152,7 @@ def train(gate: Gate, inputs: Sequence[Tensor], grads: list[Tensor]) -> None:
 
 
 def row(case: Case) -> tuple[str, ...]:
-    """One gate, forward and forward plus backward."""
+    """Rows of a gate: forward, and forward plus backward."""
     logits = [torch.randn(NUM_TOKENS, NUM_EXPERTS) for _ in range(case.num_inputs)]
     leaves = [x.clone().requires_grad_() for x in logits]
     grads: list[Tensor] = []
@@ -204,7 +204,7 @@ def product_row(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def upcast_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """What keeps float32 logits without the operator."""
+    """Eager code that keeps float32 logits without the operator."""
     return torch.nn.functional.linear(x.float(), weight.float())
 
 

@@ -14,7 +14,7 @@ TURNS = 3
 
 
 def tables() -> list[Table]:
-    """One row a job."""
+    """The table, a row for each job."""
     rows = []
     for num_ranks in NUM_RANKS:
         for name, load in LOADS.items():

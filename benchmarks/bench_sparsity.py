@@ -70,7 +70,7 @@ def kept_fours(weight: torch.Tensor) -> torch.Tensor:
 
 
 def product_rows() -> list[tuple[str, ...]]:
-    """One weight, read dense and packed."""
+    """Rows of a weight that is read dense and packed."""
     weight = torch.randn(ROWS, COLUMNS).bfloat16()
     packed = {}
     for bits in (8, 4):

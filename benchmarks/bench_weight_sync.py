@@ -20,7 +20,7 @@ def zstd_bytes(x: torch.Tensor, base: torch.Tensor) -> str:
 
 
 def row(share: float, base: torch.Tensor) -> tuple[str, ...]:
-    """One share of elements that changed."""
+    """The row of one share of changed elements."""
     new = base.clone()
     places = torch.randperm(NUMEL)[: int(share * NUMEL)]
     new[places] = -new[places]

@@ -1,4 +1,4 @@
-"""One rank of the codecs' benchmark: the link that joins it to another."""
+"""Rank of the codecs' benchmark: measures the link to another rank."""
 
 from dataclasses import asdict
 

@@ -111,7 +111,7 @@ def transformers(layer: MoELayer) -> Layer:
 
 
 class _Expert(nn.Module):
-    """One SwiGLU expert, as users of DeepSpeed write it."""
+    """A SwiGLU expert, as users of DeepSpeed write it."""
 
     def __init__(self, gate_up_proj: Tensor, down_proj: Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One rank of the expert-parallel benchmark: reads jobs as lines of JSON, answers with costs.
+"""Rank of the expert-parallel benchmark: reads jobs as lines of JSON, answers with costs.
 
 ``expert_parallel_rank.py RANK WORLD_SIZE`` with the rendezvous in the environment.
 
@@ -127,7 +127,7 @@ class Rank:
         }
 
     def time(self, names: list[str], step: int) -> dict[str, list[float]]:
-        """One turn of each, forward and backward: wall and CPU seconds, bytes out of the node."""
+        """Run each once, forward and backward: wall and CPU seconds, bytes out of the node."""
         if self.router is not None:
             self.router.set_step(step)
         found = {}
@@ -142,7 +142,7 @@ class Rank:
         return found
 
     def _step(self, name: str) -> tuple[Tensor, Tensor]:
-        """One forward and backward pass; the output, and the gradient of the tokens."""
+        """Run a forward and backward pass; return the output and the gradient of the tokens."""
         x_TD = self.x_TD.clone().requires_grad_()
         y_TD = self.layers[name](x_TD)
         y_TD.sum().backward()

@@ -40,7 +40,7 @@ class Exact:
     name = "exact"
 
     def serves(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Everything."""
+        """True: our kernel takes all tensors."""
         return True
 
     def _arguments(self, qkv: Qkv) -> tuple[Tensor, ...]:
@@ -174,7 +174,7 @@ def rate_of(
 
 
 def ring(bench: Bench) -> None:
-    """One step of a ring over 8 ranks: the keys of another rank, all of them seen."""
+    """A step of a ring over 8 ranks: the keys of another rank, all of them seen."""
     section = Section("Ring attention, one step (H=32, 8 of keys, D=128)")
     for precision in ("fast", "exact"):
         for name in ("forward", "backward"):

@@ -104,7 +104,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Profile:
-    """One call as the profiler saw it.
+    """A call as the profiler saw it.
 
     Attributes:
         operators: (name, calls, host microseconds, kernel microseconds), the longest first; calls

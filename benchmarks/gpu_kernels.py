@@ -41,7 +41,7 @@ SMALL_GATE = Shape(64, 0, 0, 16, 4)
 
 @dataclass(frozen=True)
 class Result:
-    """One kernel's time; GB/s and share are None where it is not bound by memory."""
+    """A kernel's time; GB/s and share are None where it is not bound by memory."""
 
     name: str
     shape: str

@@ -101,7 +101,7 @@ def products(layer: nn.Module, x_TD: Tensor) -> Callable[[], object]:
 
 
 def graph_capture(layer: nn.Module, x: Tensor) -> str:
-    """Whether a forward and backward pass, captured as one CUDA graph, gives the same bits."""
+    """True if a forward and backward pass, captured as one CUDA graph, gives the same bits."""
     if x.device.type != "cuda":
         return NO_GRAPH
     static = x.detach().clone().requires_grad_()

@@ -17,7 +17,7 @@ TIMES = 3
 
 @dataclass(frozen=True)
 class Memory:
-    """What one contender needed."""
+    """Memory that one contender needed."""
 
     saved_bytes: int
     peak_bytes: int

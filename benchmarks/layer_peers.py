@@ -71,7 +71,7 @@ def our_layer(case: Case, block: nn.Module | None = None) -> nn.Module:
 
 
 class Expert(nn.Module):
-    """One SwiGLU expert, as layers that take a module each want it."""
+    """A SwiGLU expert, for layers that take a module for each expert."""
 
     def __init__(self, gate_up: Tensor, down: Tensor):
         super().__init__()
@@ -192,7 +192,7 @@ MAKERS: dict[str, Callable[[Case], nn.Module]] = {
 
 
 def contenders(case: Case) -> list[str]:
-    """Those that can run the case and are installed."""
+    """The contenders that can run the case and are installed."""
     names = ["ours", "grouped_mm", "eager"]
     names += ["deepspeed"] if importlib.util.find_spec("deepspeed") else []
     # fairscale's dense [T, E, C] tensor would take gigabytes; it mixes dtypes, which torch refuses.
@@ -208,7 +208,7 @@ def make(case: Case, names: list[str]) -> dict[str, nn.Module]:
 
 
 def train(layer: nn.Module, x: Tensor, grad: Tensor) -> None:
-    """One step without its optimizer: gradients of the weights and of the input."""
+    """A step without its optimizer: gradients of the weights and of the input."""
     layer.zero_grad(set_to_none=True)
     layer(x.detach().requires_grad_()).backward(grad)
 

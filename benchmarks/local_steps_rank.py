@@ -1,4 +1,4 @@
-"""One rank of the benchmark of local steps: reads jobs as lines of JSON, answers with results."""
+"""Rank of the benchmark of local steps: reads jobs as lines of JSON, answers with results."""
 
 import dataclasses
 import logging

@@ -44,7 +44,7 @@ def command(*words: str) -> None:
 
 
 def why_not() -> str:
-    """What is missing for namespaces with a slowed wire; empty where all is there."""
+    """Text that says what namespaces with a slowed wire lack here; empty if nothing."""
     if sys.platform != "linux":
         return "network namespaces need Linux"
     for program in ("ip", "tc"):
@@ -67,12 +67,12 @@ class Network:
     ends: list[tuple[str, str]] = field(default_factory=list)  # (namespace, device)
 
     def namespace(self, rank: int | str) -> str:
-        """Of a rank, or of the hub."""
+        """Name of the namespace of a rank, or of the hub."""
         return f"{self.prefix}-{rank}"
 
     @property
     def namespaces(self) -> list[str]:
-        """All of them."""
+        """Names of all namespaces."""
         names = [self.namespace(rank) for rank in range(self.num_ranks)]
         return [*names, *([self.namespace(HUB)] if self.num_ranks != 2 else [])]
 
@@ -123,7 +123,7 @@ class Network:
 
 
 def address(rank: int) -> str:
-    """Of a rank, inside the network."""
+    """Address of a rank inside the network."""
     return f"{SUBNET}.{rank + 1}"
 
 
@@ -170,7 +170,7 @@ class Ranks:
         ]
 
     def ask(self, question: dict[str, Any]) -> list[Any]:
-        """What every rank answers; RuntimeError where one ended instead."""
+        """Answers of all ranks; RuntimeError if one ended instead."""
         for process in self.processes:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):

@@ -1,4 +1,4 @@
-"""One rank of pipelines whose stages sleep and exchange rows; a script of `namespaces.Ranks`.
+"""Rank of pipelines whose stages sleep and exchange rows; a script of `namespaces.Ranks`.
 
 ``pipeline_rank.py RANK WORLD_SIZE`` with the rendezvous in the environment.
 """

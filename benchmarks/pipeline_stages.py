@@ -75,7 +75,7 @@ class Sleeping(nn.Module):
     """
 
     COLUMNS = 256
-    # Of a pass, before the rows are sent, while they are there, and when they are back.
+    # Shares of a pass before rows are sent, while they are away, and after they are back.
     SHARES = (0.1, 0.8, 0.1)
 
     def __init__(self, seconds, rows, group, *, is_first):
@@ -108,7 +108,7 @@ class Sleeping(nn.Module):
 def exchange_costs(num_stages, forward, rows, weight, transfer):
     """The costs of such stages, each recomputed before its backward pass.
 
-    The first one computes all in W, since its input has no gradient.
+    The first stage computes all in W, since its input has no gradient.
     """
     a, b = Sleeping.SHARES[0], sum(Sleeping.SHARES[:2])
     again = [(share * forward, share * forward) for share in (a, b)]

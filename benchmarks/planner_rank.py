@@ -1,4 +1,4 @@
-"""One rank of training runs in the placements of plans; a script of `namespaces.Ranks`."""
+"""Rank of training runs in the placements of plans; a script of `namespaces.Ranks`."""
 
 import statistics
 import time
@@ -87,7 +87,7 @@ class Rank:
                 optimizer.zero_grad()
             dist.barrier()
             times.append(time.perf_counter() - start)
-        # Passes of the last step, of all ranks together.
+        # Counts of the passes of the last step, over all ranks.
         counts = torch.stack(loads[-len(loads) // (1 + count) :])
         dist.all_reduce(counts)
         fixed = {**choice, **made}

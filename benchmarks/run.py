@@ -64,7 +64,7 @@ def run(name: str) -> list[Table]:
 def merged(report: str, tables: list[Table]) -> str:
     """A report with tables in the place of those of the same title, new ones at the end.
 
-    What was aimed at comes first.
+    The table of aims comes first.
     """
     head, *sections = re.split(r"^(?=## )", report, flags=re.MULTILINE)
     by_title = {section.splitlines()[0].removeprefix("## "): section for section in sections}
@@ -105,7 +105,7 @@ def main() -> None:
     written = "Written by `make bench`; other processors have pages in `docs/benchmarks`."
     report = "\n\n".join(["# Benchmarks", written, *about])
     if names and path.exists():
-        # What was not run again was measured on the machine that the report names.
+        # Tables that were not run again were measured on the machine that the report names.
         report, about = path.read_text(), last.get("machine", about)
         figures = last["tables"] | figures
     path.parent.mkdir(exist_ok=True)

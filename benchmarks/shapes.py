@@ -38,7 +38,7 @@ PERMUTATIONS = (PermutationShape(16384, 1024, 8, 2), PermutationShape(4096, 1024
 
 @dataclass(frozen=True)
 class Routing:
-    """How popular the experts are: expert e draws tokens as (e + 1) ** -exponent."""
+    """Popularity of the experts: expert e draws tokens as (e + 1) ** -exponent."""
 
     name: str
     exponent: float
@@ -52,7 +52,7 @@ ONE = Routing("all to one", 1000.0)
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement: a layer, its tokens, their dtype and how they are routed."""
+    """A measurement: a layer, its tokens, their dtype and how they are routed."""
 
     shape: LayerShape
     num_tokens: int
