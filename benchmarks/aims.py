@@ -67,7 +67,7 @@ class Aim:
     at_least: bool = False
 
     def line(self, tables: dict[str, list[Row]]) -> tuple[str, ...] | None:
-        """Its line; None where the page lacks the table or its column."""
+        """The aim's line; None where the page lacks the table or its column."""
         found = [
             row
             for row in tables.get(self.table, [])

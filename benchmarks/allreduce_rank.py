@@ -39,7 +39,7 @@ class Rank:
         self.turn = 0
 
     def prepare(self, names: list[str], shape: list[int]) -> dict[str, Any]:
-        """Make contenders anew."""
+        """Make new contenders."""
         self.grads = gradients(self.rank, shape)
         self.grad = torch.empty(shape)
         self.reduces = {name: allreduce_peers.make(name) for name in names}

@@ -24,9 +24,9 @@ LINKS: dict[str, tuple[float | None, int]] = {
     "10 Gbit/s": (10e9, 21),
     "unthrottled": (None, 41),
 }
-# In these `auto` measures what it chooses between; they are reported by themselves.
+# Turns in which `auto` measures its candidates; reported apart from later turns.
 FIRST_TURNS = 50
-# Their first steps are dense.
+# Contenders whose first steps are dense.
 LATE = (AUTO, AUTO_TOPK, POWERSGD)
 
 

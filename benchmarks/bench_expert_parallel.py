@@ -76,7 +76,7 @@ Costs = dict[str, Cost]
 
 
 def contenders(node_size: int, extra: Sequence[str] = ()) -> list[str]:
-    """Their names; a node of one rank needs no hop inside it."""
+    """Names of the contenders; a node of one rank needs no hop inside it."""
     names = [*peers.installed(), *EXACT, *REDUCED, *AUTO, *extra]
     return [name for name in names if node_size > 1 or "hierarchical" not in name]
 

@@ -65,7 +65,7 @@ def _exchange(x_ND: Tensor, send: list[int], receive: list[int]) -> Tensor:
 
 
 def torchtitan(layer: MoELayer) -> Layer:
-    """Its AllToAll dispatcher around the layer's experts."""
+    """AllToAll dispatcher of torchtitan around the layer's experts."""
     from torchtitan.distributed.utils import set_spmd_backend
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher as Dispatcher
 
@@ -87,7 +87,7 @@ def torchtitan(layer: MoELayer) -> Layer:
 
 
 def transformers(layer: MoELayer) -> Layer:
-    """Its all-to-all, which it trains by, around its experts."""
+    """All-to-all of transformers, by which it trains, around its own experts."""
     from transformers import MixtralConfig
     from transformers.distributed.expert_parallel import AllToAllEP
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -96,7 +96,7 @@ def transformers(layer: MoELayer) -> Layer:
     config = MixtralConfig(
         num_local_experts=up.shape[0], hidden_size=up.shape[2], intermediate_size=down.shape[2]
     )
-    config._experts_implementation = "grouped_mm"  # what it chooses
+    config._experts_implementation = "grouped_mm"  # as transformers chooses by itself
     experts = MixtralExperts(config)
     experts._is_expert_parallel = True
     experts.gate_up_proj, experts.down_proj = nn.Parameter(up), nn.Parameter(down)
@@ -123,7 +123,7 @@ class _Expert(nn.Module):
 
 
 class _DeepSpeedGate(nn.Module):
-    """Its gate without drops, on logits that choose what the layer's router chose."""
+    """DeepSpeed's gate without drops, on logits that make it choose the experts of the router."""
 
     def __init__(self, layer: MoELayer, gate: Any) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class _DeepSpeedGate(nn.Module):
 
 
 def deepspeed(layer: MoELayer) -> Layer:
-    """Its MoE layer without drops, padded to the fullest expert."""
+    """DeepSpeed's MoE layer without drops, padded to the fullest expert."""
     import deepspeed as library
     from deepspeed.moe.layer import MoE
 

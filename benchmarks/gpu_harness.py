@@ -222,7 +222,7 @@ class Section:
     """Rows of one table; a figure that fails is told in its row, and the next one goes on."""
 
     num_failed = 0
-    card: Card | None = None  # of this process
+    card: Card | None = None  # read once a process
 
     def __init__(self, title: str) -> None:
         self.title = title

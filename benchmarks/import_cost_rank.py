@@ -40,7 +40,7 @@ def calls_of(run: Contender) -> float:
         run()
     finally:
         sys.setprofile(None)
-    return number - 1  # that which ends the count
+    return number - 1  # less the call that ends the count
 
 
 def contenders() -> dict[str, Contender]:
