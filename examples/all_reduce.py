@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 examples/all_reduce.py
 
-It is there to be read and compared: `torch.distributed.all_reduce` is what to train with.
+The file is for reading and comparing; in training, call `torch.distributed.all_reduce`.
 
 Output: a line for each rank and algorithm, with the bytes that the rank sends. The last line names
 the algorithm by which rank 0 sends least.
@@ -29,7 +29,7 @@ def exchange(sent: Tensor, to: int, received: Tensor, source: int) -> None:
 
 
 def reduce_scatter_ring(chunks: list[Tensor], ranks: list[int]) -> Tensor:
-    """The sum of one chunk, that of this rank's place behind the next one; in place."""
+    """Reduce-scatter in place; returns the chunk of the next place, which holds the sum."""
     place, size = ranks.index(dist.get_rank()), len(ranks)
     for step in range(size - 1):
         mine, theirs = chunks[(place - step) % size], chunks[(place - step - 1) % size]
@@ -48,7 +48,7 @@ def all_gather_ring(chunks: list[Tensor], ranks: list[int]) -> None:
 
 
 def ring(x: Tensor) -> None:
-    """2 (N - 1) / N of the tensor from each rank, in 2 (N - 1) steps."""
+    """Ring: each rank sends 2 (N - 1) / N of the tensor, in 2 (N - 1) steps."""
     ranks = list(range(dist.get_world_size()))
     chunks = list(x.tensor_split(len(ranks)))
     reduce_scatter_ring(chunks, ranks)
@@ -56,7 +56,7 @@ def ring(x: Tensor) -> None:
 
 
 def halving_doubling(x: Tensor) -> None:
-    """2 (N - 1) / N of the tensor from each rank, in 2 log2(N) steps; N is a power of two."""
+    """Halving, doubling: each rank sends 2 (N - 1) / N in 2 log2(N) steps; N is a power of two."""
     size = dist.get_world_size()
     if size & (size - 1):
         raise ValueError(f"halving_doubling: expected a power of two of ranks, got {size}")
@@ -104,9 +104,10 @@ def start_send(x: Tensor, to: int) -> dist.Work:
 
 
 def two_levels(x: Tensor, node_size: int) -> None:
-    """Rings in nodes, and between nodes one of each rank's part: 2 (M - 1) / M of the tensor / L.
+    """Two levels: a ring inside each node, then one between nodes for each rank's part.
 
-    For M nodes of L ranks; inside a node each rank sends 2 (L - 1) / L of the tensor.
+    With M nodes of L ranks, a rank sends 2 (L - 1) / L of the tensor inside its node, and
+    2 (M - 1) / M of a part of 1 / L between nodes.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     if node_size < 1 or size % node_size:
@@ -123,10 +124,11 @@ def two_levels(x: Tensor, node_size: int) -> None:
 
 
 def servers(x: Tensor, num_servers: int) -> None:
-    """Sum over all ranks but the last ones, which are servers: 1 / k of the tensor for each of k.
+    """Sum over workers by k servers, the last ranks: each server sums 1 / k of the tensor.
 
-    A worker sends the tensor once, less than a ring's 2 (N - 1) / N of it, a server N / k of it:
-    as much, for as many servers as workers. The tensors of servers are only memory.
+    With N workers, a worker sends the tensor once, less than the 2 (N - 1) / N of a ring. A server
+    sends N / k of it, the tensor once if there are as many servers as workers. Tensors of
+    servers are not summed: the sum is written into them.
     """
     rank, num_workers = dist.get_rank(), dist.get_world_size() - num_servers
     if not 0 < num_servers <= num_workers:

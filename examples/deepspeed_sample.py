@@ -4,9 +4,9 @@
     torchrun --standalone --nproc-per-node 4 examples/deepspeed_sample.py --ep-size 2 --top-k 1
     python examples/deepspeed_sample.py --mlp-type residual --dtype bf16
 
-The net of the CIFAR-10 tutorials with an MoE layer before the last one, for the digits of
-scikit-learn: Adam with warm-up, gradients clipped, float32, bfloat16, or float16 with a loss scale
-that adapts itself. With the default options the held-out accuracy is above 0.9 in each of them.
+The net of the CIFAR-10 tutorials, with an MoE layer before its last layer, learns the digits of
+scikit-learn. It trains by Adam with warm-up and clipping, in float32, bfloat16, or float16 with a
+dynamic loss scale. With the default options the held-out accuracy is above 0.9 in each dtype.
 
 Output: loss and tokens of each expert every 20 steps. The last line has the held-out accuracy.
 
@@ -64,7 +64,7 @@ class Net(nn.Module):
 
 
 class LossScale:
-    """Factor on the loss for float16: halved when gradients overflow, doubled after a calm while.
+    """Factor on the loss for float16: halved after an overflow, doubled after calm steps.
 
     All ranks judge by the norm of the whole model, so they skip the same steps.
     """
@@ -74,7 +74,7 @@ class LossScale:
         self._enabled, self._calm, self._good = enabled, calm, 0
 
     def accept(self, norm: Tensor) -> bool:
-        """Whether to take the step."""
+        """Update the scale; True if the step is to be taken."""
         # NOTE: device-to-host sync, as whether to step is decided on the host.
         if math.isfinite(norm.item()):
             self._good += 1
@@ -91,7 +91,7 @@ class LossScale:
 def train_step(
     model: Net, images: Tensor, labels: Tensor, scale: LossScale, args: argparse.Namespace
 ) -> tuple[Tensor, bool]:
-    """Gradients of one step; the loss, and whether the gradients are usable."""
+    """Compute the gradients of one step; return the loss, and whether to take the step."""
     dtype = DTYPES[args.dtype]
     cast = contextlib.nullcontext()
     if dtype != torch.float32:
@@ -112,14 +112,14 @@ def train_step(
 
 
 def work(args: argparse.Namespace, runtime: Runtime) -> None:
-    """Train, and say how well."""
+    """Train, and print the held-out accuracy."""
     data = digits.load(runtime.device, args.seed)
     torch.manual_seed(args.seed)
     try:
         model = Net(args).to(runtime.device)
     except ValueError as error:
         raise UserError(str(error)) from error
-    # Experts and noise of their own on every rank.
+    # Every rank has its own experts and its own noise.
     torch.manual_seed(args.seed + 1 + runtime.rank)
     groups = deepspeed.split_params_into_different_moe_groups_for_optimizer(
         {"params": list(model.parameters()), "name": "parameters"}

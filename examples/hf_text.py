@@ -1,4 +1,4 @@
-"""What the examples with Hugging Face models share: text as bytes, steps, held-out loss.
+"""Parts that the examples with Hugging Face models share: text as bytes, steps, held-out loss.
 
 Shape suffixes: B sequences of this rank, S bytes in a sequence.
 """

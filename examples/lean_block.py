@@ -2,8 +2,9 @@
 
     python examples/lean_block.py
 
-As in DeepSpeed's transformer kernel: a layer norm is inverted from its output, which the next
-product keeps anyway, and attention is computed again from queries and keys.
+The block follows DeepSpeed's transformer kernel. The backward pass recovers the input of a layer
+norm from its output, which the next product keeps anyway, and computes attention again from queries
+and keys.
 
 Output: the bytes that a plain block and this one keep for the backward pass. The last line has
 their ratio.
@@ -32,7 +33,7 @@ class InvertedLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        """From the output, which need not be normalised again."""
+        """Gradients from the saved output, without normalising again."""
         y, weight, bias, inverse = ctx.saved_tensors
         normal = (y - bias) / weight
         of_normal = grad * weight

@@ -2,9 +2,9 @@
 
     python examples/offload_to_files.py --folder runs/files
 
-The weights of a chain of layers, their moments and new weights are mapped from files, a layer while
-it is at work (ZeRO-Infinity). A step writes a second set of files and ends by renaming one: killed
-at any moment, the next run goes on from the last whole step.
+As in ZeRO-Infinity, the weights and moments of a layer are mapped from files only while the layer
+computes. A step writes a second set of files and ends by renaming one: after a kill at any moment
+the next run goes on from the last whole step.
 
 Output: the loss of each step, on two batches in turn. The last line has the number of steps that
 the folder holds.
@@ -74,7 +74,7 @@ class FileAdamW:
         adam_step_(weight, grad, *moments, step=self.step + 1, **self.options)
 
     def commit(self) -> None:
-        """Make the updates of all layers the state; a rename is there or not, never half."""
+        """Make the updates of all layers the state, by one rename, which is atomic."""
         (self.folder / "next_step").write_text(str(self.step + 1))
         os.replace(self.folder / "next_step", self.folder / "step")
         self.step += 1
@@ -94,9 +94,9 @@ def batch(step: int, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def train_step(state: FileAdamW, after_update=lambda layer: None) -> float:
-    """Forward through all layers, and back with an update of each as soon as it has its gradient.
+    """Take a step; each layer is updated as soon as the backward pass has its gradient.
 
-    Memory holds the inputs of the layers, and of one layer weight, gradient and six files.
+    Memory holds the inputs of all layers, and the weight, gradient and six files of one layer.
     """
     x, target = batch(state.step, state.shapes[0][1])
     inputs = [x]

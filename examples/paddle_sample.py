@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 2 examples/paddle_sample.py
     python examples/paddle_sample.py                # one process, without torchrun
 
-Eight experts a rank, each two linear layers (512 to 2048 and back), GShard's top-2 gate, and plain
-SGD. The eight rows of pixels of a digit are its tokens. With the default options the held-out
+Each rank has eight experts of two linear layers (512 to 2048 and back), GShard's top-2 gate, and
+plain SGD. A token is one of the eight rows of pixels of a digit. With the default options held-out
 accuracy is above 0.9 on one rank and on two.
 
 Output: losses and dropped tokens every 20 steps. The last line has the held-out accuracy.
@@ -72,7 +72,7 @@ class Model(nn.Module):
 
 
 def work(args: argparse.Namespace, runtime: Runtime) -> None:
-    """Train, and say how well."""
+    """Train, and print the held-out accuracy."""
     data = digits.load(runtime.device, args.seed)
     group = torch.distributed.group.WORLD if runtime.world_size > 1 else None
     model = Model(group, runtime.rank, args.seed).to(runtime.device)

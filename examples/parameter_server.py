@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 3 examples/parameter_server.py
 
 Rank 0 keeps the table of embeddings and the weights; the others take batches of (user, item,
-whether it was clicked) in steps together. What a worker sends and gets grows with its batch, not
-with the table.
+whether it was clicked) in steps together. Bytes that a worker sends and gets grow with its batch,
+not with the table.
 
 Output: the loss of worker 1 every 10 steps. The last line has the bytes that it sent and got, and
 their share of the whole table's.
@@ -52,7 +52,7 @@ class Server:
         return stepped
 
     def _step(self) -> None:
-        # In the workers' order, so that a run has the bits of another one.
+        # Summed in the workers' order, so that runs agree bitwise.
         scale = -self.lr / self.num_workers
         for _, (rows, of_rows, of_weight) in sorted(self.pushed.items()):
             self.table.index_add_(0, rows, of_rows, alpha=scale)
@@ -89,7 +89,7 @@ def batch(step: int, worker: int) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(embedded: Tensor, weight: Tensor, clicks: Tensor) -> Tensor:
-    """Of the products of users and items, `[B, 2, D]`."""
+    """Loss of the products of users and items, `[B, 2, D]`."""
     scores = (embedded[:, 0] * embedded[:, 1]) @ weight
     return F.binary_cross_entropy_with_logits(scores, clicks)
 

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 examples/rl_weight_sync.py
 
 Rank 0 trains a mixture-of-experts layer in bfloat16, with float32 masters under Adam at a learning
-rate of reinforcement learning, while each other rank samples from its copy. After every step the
+rate as in reinforcement learning, while each other rank samples from its copy. After every step the
 copies have the trainer's bits.
 
 Output: a line a step with reward and bytes. The last line says how many times fewer bytes than
@@ -24,7 +24,7 @@ DIM, FFN, EXPERTS = 64, 128, 8
 
 
 class Trainer:
-    """Policy gradients for a large mean of what is sampled around the outputs."""
+    """Policy gradients; the reward is the mean of samples drawn around the outputs."""
 
     def __init__(self, model: moe_ext.MoELayer, lr: float) -> None:
         self.model = model
@@ -50,12 +50,12 @@ class Trainer:
 def train(steps: int, lr: float) -> list[int]:
     """Train on rank 0 of the default group and follow on the others; the bytes of each update."""
     rank, group = dist.get_rank(), dist.group.WORLD
-    torch.manual_seed(0)  # both begin with the weights of one checkpoint
+    torch.manual_seed(0)  # trainer and workers begin with the same weights
     model = moe_ext.MoELayer(DIM, FFN, EXPERTS, dtype=torch.bfloat16)
     end = DeltaReceiver(model) if rank else DeltaEncoder(model)
     trainer = None if rank else Trainer(model, lr)
     dense = sum(p.nbytes for p in model.parameters())
-    sync_weights(end, group)  # the first one is whole
+    sync_weights(end, group)  # the first update has all elements
     sent = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
@@ -65,7 +65,7 @@ def train(steps: int, lr: float) -> list[int]:
             reward = trainer.step(x, noise)
             end.encode()
         sent.append(sync_weights(end, group))
-        # A worker samples with what it has got; here all look at one output.
+        # A worker samples with the weights that it has received; here all ranks look at one output.
         outputs = [torch.empty(256, DIM) for _ in range(dist.get_world_size())]
         dist.all_gather(outputs, model(x).detach().float())
         assert all(torch.equal(outputs[0], output) for output in outputs)

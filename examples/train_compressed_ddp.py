@@ -5,19 +5,19 @@ r"""Train a small mixture-of-experts language model whose ranks send compressed 
     torchrun --standalone --nproc-per-node 2 examples/train_compressed_ddp.py \
         --compare none topk:0.05 topk:0.01 onebit
 
-The model of train_moe_lm.py, small, data parallel over all ranks, on CPU over Gloo. What leaves a
-rank in a step is
+A small model as in train_moe_lm.py, data parallel over all ranks, on CPU over Gloo. With
+--compression, a rank sends in a step:
     none      float32 gradients, as DistributedDataParallel sends them
     bf16      gradients rounded to bfloat16
     int8      8 bits an element and a scale for each 256; int4: 4 bits
     topk      the largest --density of the gradients; the rest waits in a residual
     onebit    1-bit Adam: dense gradients for --dense-steps, then signs of the momentum. Signs of
               the gradient under Adam would not converge, so this is an optimizer and not a codec
-    auto      for each bucket what the cost model finds cheapest on this network
+    auto      for each bucket the codec that the cost model finds cheapest on this network
 
-Afterwards a table: validation loss; time and bytes of a step after the warm-up, as counted and as
-written to sockets; how many times less that is than dense float32; MB of the whole run. For auto
-also what it chose and why. On one machine the network is as fast as memory, and compression costs
+A table follows: validation loss; time and bytes of a step after the warm-up, as counted and as
+written to sockets; their ratio to dense float32; MB of the whole run. For auto it also has the
+choice and its reason. On one machine the network is as fast as memory, and compression costs
 more than it saves: look at the bytes, and at the loss beside them.
 
 The folder --out receives loss_and_bytes.png and result.json.

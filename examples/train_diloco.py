@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 4 examples/train_diloco.py
 
-It trains the same small mixture-of-experts model on the text of Python's library in every way
-named, and draws validation loss over the bytes that left a worker.
+The script trains the same small mixture-of-experts model on the text of Python's library by every
+method named, and draws validation loss over the bytes that left a worker.
 
 Output: loss, bytes and time of each way. The last line has the picture of all.
 """
@@ -38,7 +38,7 @@ Local = Callable[[nn.Module, torch.optim.Optimizer, int], contextlib.AbstractCon
 
 @dataclass(frozen=True)
 class Method:
-    """An inner optimizer, and local steps; without these gradients are averaged in every step."""
+    """An inner optimizer and local steps; without local steps every step averages gradients."""
 
     settings: str
     inner: Callable[[nn.Module], torch.optim.Optimizer]
@@ -56,7 +56,7 @@ def muon(model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 def outer_sgd(model: nn.Module, momentum: float = 0.5) -> torch.optim.Optimizer:
-    """The outer optimizer: of few rounds, so with little momentum."""
+    """The outer optimizer, with little momentum, since there are few rounds."""
     return torch.optim.SGD(model.parameters(), lr=1.0, momentum=momentum, nesterov=momentum > 0)
 
 

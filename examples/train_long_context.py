@@ -5,8 +5,8 @@
     python examples/train_long_context.py          # one process, without torchrun
 
 Each step trains on one long sequence of packed documents, by default files of the Python standard
-library. Of P ranks each holds S / P bytes of it, in every layer; a byte attends to those before it
-in its document, wherever they are. CPU and Gloo.
+library. Each of P ranks holds S / P of its bytes, in every layer. A byte attends to earlier bytes
+of its document, on whichever rank they are. Runs on CPU over Gloo.
 
 Every --check-every steps rank 0 computes the same step by itself, from the same weights, with
 PyTorch's attention on each document. Loss, gradient norm and the whole gradient must agree within
@@ -54,15 +54,15 @@ from tqdm import tqdm
 import moe_ext
 
 ROUNDING = {"fp32": 2.0**-24, "bf16": 2.0**-9}
-# Roundings that a gradient meets in one layer on its way there and back, about.
+# About how often a gradient is rounded in one layer, in the forward and the backward pass.
 ROUNDINGS_PER_LAYER = 16
 POSITIVE = ("steps", "seq_len", "lr", "clip", "timeout")
 
 
 def tolerance(args: argparse.Namespace) -> float:
-    """How far two right runs may be apart, relative.
+    """Tolerance: the relative difference that two right runs may have.
 
-    They add the same numbers in another order: up to S terms in a sum, and some 16 sums on the way
+    Both runs add the same numbers in another order: up to S terms in a sum, some 16 sums on the way
     through a layer and back. Rounding errors of random sign grow with the square root of their
     number. In bfloat16 sums are float32, and only the results are rounded to bfloat16.
     """
@@ -95,7 +95,7 @@ class Differences:
 
     @property
     def worst(self) -> float:
-        """Of the three; NaN if one is."""
+        """The largest of the three; NaN if one is."""
         return worse(worse(self.loss, self.norm), self.gradient)
 
 
@@ -123,7 +123,7 @@ def check_args(args: argparse.Namespace) -> None:
         if not getattr(args, name) > 0:
             option = name.replace("_", "-")
             raise UserError(f"expected --{option} to be positive, got {getattr(args, name)}")
-    # The label of a byte is the next one of its document.
+    # The label of a byte is the next byte of its document.
     for name, least in (("longest", 2), ("warmup", 0), ("check_every", 0)):
         if getattr(args, name) < least:
             option = name.replace("_", "-")

@@ -6,7 +6,7 @@
 
 Without --data the text is the source code of the Python standard library. Gloo is used on CPU,
 NCCL on GPUs. Of P ranks, groups of --ep ranks share one set of experts (expert parallelism);
-the P / ep groups, and everything but the experts on all ranks, are data parallel. --tp, --cp,
+these P / ep groups are data parallel, and so are all ranks for everything else. --tp, --cp,
 --pp, --etp and --zero divide attention, sequences, layers, experts and states as well:
 
     torchrun --standalone --nproc-per-node 4 examples/train_moe_lm.py --out runs/stages \
@@ -14,8 +14,8 @@ the P / ep groups, and everything but the experts on all ranks, are data paralle
     torchrun --standalone --nproc-per-node 4 examples/train_moe_lm.py --out runs/zero \
         --zero 3 --cp 2 --ep 2 --dispatcher dedup --checkpointing selective
 
-A plan of `python -m moe_ext plan` trains a model of transformers of its sizes in its placement; it
-says how long a step takes, and writes nothing:
+With a plan of `python -m moe_ext plan`, the script trains the plan's model of transformers in the
+plan's placement, prints how long a step takes, and writes nothing:
 
     torchrun --standalone --nproc-per-node 4 examples/train_moe_lm.py --plan plan.json --steps 20
 
@@ -137,7 +137,7 @@ def reduce_metrics(
 ) -> tuple[float, float, bool, torch.Tensor]:
     """Sum the metrics over ranks in one message, which also carries the wish to stop.
 
-    So all ranks stop after the same step, whichever of them received the signal.
+    All ranks then stop after the same step, whichever rank received the signal.
     """
     counts_LE = job.runner.expert_counts().to(loss.device)
     found = [layer.metrics["balance_loss"].double() for layer in job.model.moe_layers()]

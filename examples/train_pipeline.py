@@ -8,7 +8,7 @@ Each rank holds the layers of its stages alone, and --save folders hold layers b
 whole model: the same command goes on from the newest one, with any --schedule on any number of
 ranks. With the schedules that update weights on the way (pipedream, pipedream-2bw, hetpipe) the
 optimizer steps inside of the pipeline. The others give the same losses on any number of ranks up to
-rounding. The eight rows of pixels of a digit are its tokens.
+rounding. A token is one of the eight rows of pixels of a digit.
 
 Output: the loss every 20 steps, of the rank with the last stage. The last line has the last loss.
 """

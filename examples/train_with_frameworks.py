@@ -4,11 +4,11 @@
     torchrun --standalone --nproc-per-node 2 examples/train_with_frameworks.py --tool lightning
 
 The tools do not know of moe_ext. They wrap the model in DistributedDataParallel, for which
-`moe_ext.replace` has prepared it, clip gradients, and write checkpoints on rank 0. One line in each
-has them do so for experts that lie over ranks: `SavesExperts` in the Trainer, `whole_state_dicts`
-around what Accelerate saves, `ExpertParallel` in the strategy of Lightning, `FabricExpertParallel`
-in that of Fabric. A run goes on from the last checkpoint in --out, on any number of ranks, to
---steps more.
+`moe_ext.replace` has prepared it, clip gradients, and write checkpoints on rank 0. One line for
+each tool makes clipping and files right for the experts of all ranks: `SavesExperts` in the
+Trainer, `whole_state_dicts` around what Accelerate saves, `ExpertParallel` in the strategy of
+Lightning, `FabricExpertParallel` in that of Fabric. A run goes on from the last checkpoint in
+--out, on any number of ranks, to --steps more.
 
 Output: the tool's own lines. The last line has the held-out loss before and after.
 """
@@ -32,7 +32,7 @@ from moe_ext.integrations.lightning import ExpertParallel, FabricExpertParallel
 
 
 class Windows(Dataset[dict[str, torch.Tensor]]):
-    """Pieces of the text, drawn with a fixed seed; the tools give each rank others of them."""
+    """Pieces of the text, drawn with a fixed seed; the tools give each rank its own share."""
 
     def __init__(self, task: TextTask) -> None:
         args, self.bytes_N = task.args, task.data.train_N
@@ -187,7 +187,7 @@ TOOLS = {
 
 
 def work(args: argparse.Namespace, runtime: Runtime) -> None:
-    """Train, and say what was learned."""
+    """Train, and print the held-out loss before and after."""
     check(args, runtime.world_size, NUM_EXPERTS)
     task = TextTask(args, runtime)
     model = build(args).to(runtime.device)

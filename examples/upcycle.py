@@ -7,7 +7,7 @@ The held-out loss is the same right after the change as before it. Then the dens
 mixture of experts train for as many steps again, on the same batches.
 
 Output: loss and gradient norm now and then, and the held-out loss before and after the change. The
-last line has that of both in the end.
+last line has the final held-out losses of the dense model and of the mixture.
 """
 
 from __future__ import annotations

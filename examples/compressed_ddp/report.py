@@ -1,4 +1,4 @@
-"""What a run found: a table, a picture of loss against bytes, and JSON."""
+"""Results of a run: a table, a picture of loss against bytes, and JSON."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Run:
 
     @property
     def total_bytes(self) -> int:
-        """Of all steps, as counted."""
+        """Counted bytes of all steps."""
         return sum(self.sent_bytes)
 
     def _after_warmup(self, values: list[float] | list[int]) -> list[float] | list[int]:

@@ -17,19 +17,19 @@ SIZES = ("model_dim", "num_layers", "num_heads", "ffn_dim", "num_experts", "top_
 
 @dataclass(frozen=True)
 class Setting:
-    """What is done to the gradients; `density` is the share of them that top-k sends."""
+    """A way to compress gradients; `density` is the share of elements that top-k sends."""
 
     name: str
     density: float
 
     @property
     def label(self) -> str:
-        """For the table and the picture."""
+        """Name in the table and the picture."""
         return f"{self.name} {100 * self.density:g} %" if self.name == "topk" else self.name
 
     @property
     def begins_dense(self) -> bool:
-        """Whether it begins with dense steps."""
+        """True if the setting begins with dense steps."""
         return self.name in ("onebit", "topk", "auto")
 
 
@@ -51,7 +51,7 @@ def parse_setting(text: str, density: float) -> Setting:
 
 
 def settings_of(args: argparse.Namespace) -> list[Setting]:
-    """Those to run, in order."""
+    """The settings to run, in order."""
     if args.compare is None:
         return [parse_setting(args.compression, args.density)]
     settings = [parse_setting(text, args.density) for text in args.compare or NAMES]

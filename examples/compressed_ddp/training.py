@@ -79,7 +79,7 @@ def prepare(job: Job, setting: Setting) -> Trained:
     """Model, hook and optimizer of a setting."""
     model = job.build_model()
     if setting.name == "onebit":
-        # It averages by itself: gradients while it warms up, then momentum, a bit an element.
+        # OneBitAdam averages by itself: gradients in the warm-up, then bits of the momentum.
         optimizer = OneBitAdam(
             model.parameters(), lr=job.args.lr, betas=BETAS, freeze_step=job.args.dense_steps
         )
@@ -97,7 +97,7 @@ def prepare(job: Job, setting: Setting) -> Trained:
 
 
 def mean_loss(model: nn.Module, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
-    """Of this rank's sequences, nats a byte."""
+    """Mean loss of this rank's sequences, in nats a byte."""
     logits_BSV = model(inputs_BS)
     return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
 

@@ -23,14 +23,14 @@ M_MMAP_THRESHOLD = -3
 
 @dataclass(frozen=True)
 class Cost:
-    """Of forward and backward on one rank."""
+    """Cost of a forward and backward pass on one rank."""
 
     peak_bytes: int
     sent_bytes: int
 
 
 def supported() -> bool:
-    """Whether this system tells a process what it used."""
+    """True if this system tells a process the memory and bytes that it used."""
     return all((PROC / name).exists() for name in ("io", "status", "clear_refs"))
 
 

@@ -26,7 +26,7 @@ NO_LABEL = -100
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank has of a sequence: bytes, the byte after each, places in the documents."""
+    """Part of a sequence on a rank: bytes, the byte after each, places in the documents."""
 
     tokens_BL: Tensor
     labels_BL: Tensor

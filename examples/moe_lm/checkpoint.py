@@ -41,7 +41,7 @@ class CheckpointError(UserError):
 
 
 def _enum_member(owner: Any, name: str) -> Any:
-    """What stands for `getattr`, by which Python 3.11.0 to 3.11.3 pickles a member of an enum."""
+    """Stand-in for `getattr`, by which Python 3.11.0 to 3.11.3 pickles a member of an enum."""
     if not (isinstance(owner, type) and issubclass(owner, enum.Enum) and name in owner.__members__):
         raise CheckpointError("its metadata asks for an attribute, which is not allowed")
     return owner[name]
@@ -122,7 +122,7 @@ class _TensorsOnlyPlanner(dcp.DefaultLoadPlanner):
 
 class _Writer(dcp.FileSystemWriter):
     def storage_meta(self) -> None:
-        return None  # it would hold the path of the temporary folder
+        return None  # torch's own would hold the path of the temporary folder
 
 
 def _fsync_folder(path: Path) -> None:

@@ -94,7 +94,7 @@ def _name_digest(name: str) -> bytes:
 
 
 def _offsets(texts: list[bytes], end: int) -> list[int]:
-    """Where each text begins among all of them up to `end`, and the end."""
+    """Offsets at which the texts begin, one after the other up to `end`, and the end."""
     return sorted({min(start, end) for start in itertools.accumulate(map(len, texts), initial=0)})
 
 

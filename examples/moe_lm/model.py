@@ -23,7 +23,7 @@ ROPE_BASE = 10000.0
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What must be equal for a checkpoint to fit a model."""
+    """Sizes that must be equal for a checkpoint to fit a model."""
 
     vocab_size: int = 256
     model_dim: int = 128

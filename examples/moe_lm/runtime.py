@@ -36,7 +36,7 @@ class UserError(Exception):
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where this process stands in the job."""
+    """Place of this process in the job."""
 
     rank: int
     world_size: int

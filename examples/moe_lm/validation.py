@@ -18,7 +18,7 @@ from .runtime import Runtime
 
 
 class Job(Protocol):
-    """What of a job says which bytes are held out."""
+    """Parts of a job that decide which bytes are held out."""
 
     args: argparse.Namespace
     runtime: Runtime

@@ -132,7 +132,7 @@ class Problem:
         return max(done)
 
     def choice(self, options: Sequence[int]) -> Choice:
-        """These options with their cost."""
+        """The choice of these options, with its cost."""
         return Choice(tuple(options), self.cost(options))
 
 
@@ -304,7 +304,7 @@ class Pipeline:
         return latency(times, self.num_micro_batches(micro_batch))
 
     def choice(self, stages: Sequence[Stage], micro_batch: int = 1) -> Choice:
-        """These stages with their cost."""
+        """The choice of these stages, with its cost."""
         return Choice(tuple(stages), self.cost(stages, micro_batch), micro_batch)
 
     def fill(
