@@ -73,7 +73,7 @@ class Page(HTMLParser):
         self.feed(path.read_text())
 
     def handle_starttag(self, tag, attrs):
-        """Called for each tag."""
+        """Note the names and links of a tag; the parser calls this for each one."""
         for key, value in attrs:
             if key == "id" or (key == "name" and tag == "a"):
                 self.names.add(value)

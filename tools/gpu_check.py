@@ -4,13 +4,13 @@
 
 Needs no network: it takes the Python it runs in with what that has (torch 2.11 or later with CUDA,
 pytest, ninja, cmake) and nvcc. It builds for this card alone and goes through `plan`, the riskiest
-first. No faulty kernel ends it: operators, files of tests and families of figures are processes,
-operators and tests go on in a new one behind what ended theirs, figures come line by line, and the
-JSON is written after each step. What the time did not reach is listed and is no failure; exits
-with 1 if a step failed. With --report alone it turns the JSON into a page. With --pretend it goes
-through the plan without a device: operators on the emulated one, all else by `PRETENDED` times.
-With --tune it builds, times each alternative of benchmarks/gpu_tune.py and writes which won to
-`gpu-tune.json` beside --out.
+steps first. No faulty kernel ends the check: operators, files of tests and families of figures run
+in processes of their own, and after a process that ended a new one goes on behind the cause.
+Figures come line by line, and the JSON is written after each step. Steps that the time did not
+reach are listed and are no failures; the exit code is 1 if a step failed. With --report alone it
+turns the JSON into a page. With --pretend it goes through the plan without a device: operators on
+the emulated one, all else by `PRETENDED` times. With --tune it builds, times each alternative of
+benchmarks/gpu_tune.py and writes which won to `gpu-tune.json` beside --out.
 """
 
 import argparse
@@ -90,7 +90,7 @@ PRETENDED_CHOICES = (("slow", 3.0), ("fast", 2.0))
 
 @dataclass(frozen=True)
 class Step:
-    """One command: how it ended, how long it took, its last lines, and all it printed."""
+    """Result of a command: status, seconds, last lines, and all its output."""
 
     name: str
     state: str  # passed, failed, timed out, or why it was not run
@@ -202,7 +202,7 @@ def pretend(
 
 
 def device_facts() -> dict[str, object]:
-    """What the figures were measured on."""
+    """Return the card, driver and versions that the figures belong to."""
     import torch
 
     properties = torch.cuda.get_device_properties(0)
@@ -447,7 +447,7 @@ def expected_steps(planned: Callable[..., Any]) -> list[Step]:
 
 
 def step_lines(measured: dict[str, Any] | None, tuned: dict[str, Any] | None) -> list[str]:
-    """Each step of both commands: what it should take, and what it took where it ran."""
+    """List each step of both commands with its expected seconds, and measured ones if it ran."""
     lines = ["## Steps", "", "| command | step | expected s | measured s | result |"]
     lines.append("|---|---|---|---|---|")
     for command, planned, result in (
@@ -585,7 +585,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def kernel_lines(kernels: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:
-    """Each kernel beside a copy of as many bytes."""
+    """Tables of each kernel beside a copy of as many bytes."""
     copies = [
         row["copy_gigabytes_per_second"] for row in rows if "copy_gigabytes_per_second" in row
     ]

@@ -1,4 +1,4 @@
-"""What each kernel should take on an H100 and an H200, from bytes and products: no GPU is needed.
+"""Estimates each kernel's time on an H100 and an H200 from bytes and products, without a GPU.
 
 A time is the larger of bytes by the rate of memory and products by that of tensor cores, by the
 share of that limit which reading the kernel's code lets one expect, and 3 us for each launch. Bytes
@@ -18,7 +18,7 @@ PRODUCTS = 750.0
 # TFLOP/s of our kernels: 16-bit and float32 products, exact attention forward by head dim.
 OWN, OWN_FLOAT32, EXACT = 340.0, 45.0, {64: 90.0, 128: 110.0}
 LAUNCH_MICROSECONDS = 3.0
-# Of an SM of 9.0: registers, in groups of 8 a thread, and threads.
+# Limits of an SM of 9.0: registers, in groups of 8 a thread, and threads.
 REGISTERS, THREADS = 65536, 2048
 
 TOKENS, MODEL, FFN, EXPERTS, TOP_K = 32768, 4096, 1024, 128, 8
@@ -36,7 +36,7 @@ LAYER = f"T={TOKENS} D={MODEL} F={FFN} E={EXPERTS} K={TOP_K}"
 # Bytes of a token's rows, and of an attention's output in float32 with its LSE.
 _TOKENS, _ROWS = 2 * TOKENS * MODEL, 2 * ROWS * MODEL
 _OUT, _LSE = 4 * HEADS * LENGTH * HEAD_DIM, 4 * HEADS * LENGTH
-# Of a causal block: q k^T and p v, half of all pairs; the backward pass has five products for two.
+# Causal block: q k^T and p v, half of all pairs; the backward pass has five products for two.
 _ATTENTION = 2 * 2 * HEADS * HEAD_DIM * LENGTH**2 / 2
 # Gradients of logits in float32, and written and read as three parts in bfloat16; their products.
 _LOGITS, _ROUTER = (4 + 2 * 3 * 2) * TOKENS * EXPERTS, 2 * 3 * TOKENS * EXPERTS * MODEL
@@ -46,7 +46,7 @@ _LAYER = 3 * 2 * ROWS * 3 * MODEL * FFN
 
 @dataclass(frozen=True)
 class Estimate:
-    """One kernel, or a few that run as one operator.
+    """A kernel, or a few that run as one operator.
 
     Attributes:
         name: of the benchmark's row.
@@ -132,7 +132,7 @@ ESTIMATES = (
 
 @dataclass(frozen=True)
 class Expected:
-    """One figure of a table that benchmarks/gpu_layer_parts.py or gpu_attention.py prints.
+    """A figure of a table that benchmarks/gpu_layer_parts.py or gpu_attention.py prints.
 
     Attributes:
         section: its title.

@@ -2,10 +2,11 @@
 
     python tools/gpu_operators.py cuda FILE [NAME ...]
 
-Writes one JSON object a line to FILE: an operator, how it ended, and why. One process runs them
-all; behind an operator that ended it, hung or broke the device, a new one goes on. Every launch is
-waited for, so that an error is that of its operator. What is registered and has no call here is
-told as "no call"; compression comes last. `simt` is the emulated device of the tests.
+Writes one JSON object a line to FILE: an operator, how it ended, and why. One process runs all
+operators; after an operator that ended it, hung or broke the device, a new process goes on. The
+program waits for every launch, so that an error is that of its operator. Registered operators
+without a call here are reported as "no call"; compression comes last. `simt` is the emulated device
+of the tests.
 
 Shape suffixes: T tokens, D model, F ffn, E experts, K top-k, N rows; of attention: B batch, H
 heads, S sequence; of recurrences V values.
@@ -29,14 +30,14 @@ from torch import Tensor
 import moe_ext
 from moe_ext.attention import ring_attention
 
-SECONDS = 20  # of one operator in a dtype: a kernel that hangs ends its process
+SECONDS = 20  # for one operator in a dtype: a kernel that hangs ends its process
 START_SECONDS = 40  # to import torch and start the driver, besides
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 T, D, F, E, K, B, H, V = 257, 64, 32, 8, 2, 2, 4, 16
 # Two tiles of attention, and two chunks of a recurrence: their emulation takes long.
 HEADS, S = 2, 72
-WEIGHTS = 300_000  # of a tensor that an update by deltas changes
-# Of the CPU's result, by the largest number in it: two roundings and a sum in another order.
+WEIGHTS = 300_000  # elements of a tensor that an update by deltas changes
+# Tolerances, relative to the largest number of the CPU's result: two roundings and another order.
 TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-4, torch.float64: 1e-5}
 
 Arguments = tuple[Any, ...]
@@ -44,13 +45,13 @@ Arguments = tuple[Any, ...]
 # Operators without a CUDA kernel.
 CPU_ONLY = {
     "adam_step_",  # for memory that a GPU lacks
-    # Of counts that the host has read. `ops` brings others there.
+    # Limit on counts that the host has read. `ops` brings others there.
     *("plan_balance", "split_rows"),
 }
 
 
 class Inputs:
-    """What the calls below take, on the CPU: a faulty kernel spoils no other operator's inputs."""
+    """Inputs of the calls below, on the CPU: a faulty kernel spoils no other operator's inputs."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -100,22 +101,22 @@ class Inputs:
 
     @cached_property
     def weights_TK(self) -> Tensor:
-        """Their weights."""
+        """Weights of the chosen experts."""
         return torch.rand(T, K, generator=self.generator, dtype=self.sum_dtype)
 
     @cached_property
     def mask_T(self) -> Tensor:
-        """Tokens that are none of padding."""
+        """Mask of the tokens that are not padding."""
         return torch.arange(T) % 7 > 0
 
     @cached_property
     def documents_BS(self) -> Tensor:
-        """Three documents."""
+        """Documents' numbers of all positions: three documents."""
         return (torch.arange(S) // 30).expand(B, S).clone()
 
     @property
     def padded_documents(self) -> Tensor:
-        """With those of three positions before."""
+        """`documents_BS` behind three earlier positions, for `causal_conv1d`."""
         return torch.nn.functional.pad(self.documents_BS, (3, 0))
 
     @cached_property
@@ -126,13 +127,13 @@ class Inputs:
 
     @cached_property
     def qkv(self) -> tuple[Tensor, ...]:
-        """Of a block of attention, with the positions of queries and keys."""
+        """Inputs of a block of attention, with the positions of queries and keys."""
         at_S = torch.arange(S)
         return (*(self.random(B, heads, S, D) for heads in (HEADS, 1, 1)), at_S, at_S)
 
     @cached_property
     def attended(self) -> tuple[Tensor, Tensor]:
-        """Its output and log-sum-exp."""
+        """Output and log-sum-exp of the block."""
         found: tuple[Tensor, Tensor] = op("attention_block")(*self.qkv, *BLOCK)
         return found
 
@@ -156,17 +157,17 @@ class Inputs:
 
     @cached_property
     def indices_K(self) -> Tensor:
-        """Ascending ones of 4096 elements."""
+        """Ascending indices into 4096 elements."""
         return torch.randperm(4096, generator=self.generator)[:64].sort().values
 
     @cached_property
     def versions(self) -> tuple[Tensor, Tensor]:
-        """A tensor and one of which an element in thirty is another."""
+        """A tensor, and a copy in which one element in thirty differs."""
         x = self.random(WEIGHTS)
         return x, x.where(torch.rand(x.shape, generator=self.generator) < 29 / 30, -x)
 
     def payload(self) -> Tensor:
-        """Of a sparse gradient."""
+        """Values and indices of a sparse gradient."""
         values, no_scales = self.single(64).view(torch.uint8), torch.empty(0)
         made: Tensor = op("_encode_payload")(
             self.indices_K, values, no_scales, 4096, 64, "u16", "fp32", 0, True
@@ -390,7 +391,7 @@ def _in_block(i: Inputs) -> dict[str, Any]:
     }
 
 
-# What the calls above leave out, by name: each operator with one of these is called again.
+# Options that the calls above leave out, by name: operators that have one are called again.
 FURTHER: dict[str, Callable[[Inputs], dict[str, Any]]] = {
     "topk_gate": lambda i: {"selection_bias": i.wide(E), **_mask(i)},
     "permute_tokens": lambda i: {
@@ -491,7 +492,7 @@ def moved(arguments: Arguments, device: str) -> Arguments:
 
 
 def result(name: str, arguments: Arguments) -> list[Tensor]:
-    """What an operator returns, and its arguments behind the call."""
+    """Return the results of an operator, and its arguments after the call."""
     declared = op(name).default._schema.arguments[: len(arguments)]
     named = [a.name for a in declared if a.kwarg_only]
     positional = len(arguments) - len(named)
@@ -503,9 +504,9 @@ def result(name: str, arguments: Arguments) -> list[Tensor]:
 
 
 def difference(found: list[Tensor], expected: list[Tensor], tolerance: float) -> str:
-    """What is wrong; an empty text if nothing is.
+    """Describe the fault; an empty text if there is none.
 
-    One integer of a hundred may differ: a code of a number that lies between two.
+    One integer of a hundred may differ, since a number between two codes may get either.
     """
     for place, (a, b) in enumerate(zip(found, expected, strict=True)):
         a = a.cpu()
@@ -516,7 +517,7 @@ def difference(found: list[Tensor], expected: list[Tensor], tolerance: float) ->
             if share > 0.01:
                 return f"result {place}: {100 * share:.0f} % of {a.numel()} integers differ"
             continue
-        # Minus infinity is that of a query without keys.
+        # A query without keys has minus infinity.
         error = float((a.double() - b.double()).where(a != b, 0.0).norm())
         norm = float(b.double().where(b.isfinite(), 0.0).norm())
         if not error <= tolerance * norm:

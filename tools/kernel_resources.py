@@ -24,7 +24,7 @@ SHARED = re.compile(r"(\d+) bytes smem")
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas says about one kernel for one architecture; bytes, and registers a thread."""
+    """Report of ptxas on a kernel for one architecture: bytes, and registers a thread."""
 
     kernel: str
     arch: str

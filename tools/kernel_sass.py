@@ -24,7 +24,7 @@ SHARED_LOADS = {"LDS", "LDSM"}
 # Beside stores and atomics: copies from global memory, cp.async and those of the tensor memory
 # accelerator, and a sum into another block's memory.
 SHARED_WRITES = {"STS", "STSM", "ATOMS", "LDGSTS", "UBLKCP", "UTMALDG", "STAS", "REDAS"}
-# The machine finds out which memory they go to: shared memory may be among it.
+# Generic accesses: the hardware finds the memory of an address, which may be shared memory.
 GENERIC = {"LD", "ST", "ATOM"}
 GENERIC_WRITES = GENERIC - {"LD"}
 LOCAL = {"LDL", "STL"}
@@ -56,19 +56,19 @@ class Accesses:
 
     @property
     def reads_what_nobody_wrote(self) -> bool:
-        """Whether it loads shared memory, and has nothing that could have written it."""
+        """True if the kernel loads shared memory, and has no instruction that could write it."""
         return self.count(SHARED_LOADS) > 0 and self.count(SHARED_WRITES | GENERIC_WRITES) == 0
 
     @property
     def multiplies_what_it_looks_for(self) -> bool:
-        """True if it uses tensor cores, and has generic accesses."""
+        """True if the kernel uses tensor cores, and has generic accesses."""
         return self.count(PRODUCTS) > 0 and self.count(GENERIC) > 0
 
 
 def parse(sass: str) -> list[Accesses]:
     """The kernels of what cuobjdump printed."""
     found = []
-    # What precedes the first kernel; then by turns a name and its code.
+    # The text before the first kernel, then by turns a name and its code.
     _, *parts = FUNCTION.split(sass)
     for name, code in zip(parts[::2], parts[1::2], strict=True):
         kernel = Accesses(name)

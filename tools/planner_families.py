@@ -36,7 +36,7 @@ def read(config: Any) -> tuple[int, float | str] | None:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config())
-    # Of whatever the code of the family does with sizes that it has no default of.
+    # A family's code may fail in any way on sizes that it has no default of.
     except Exception:
         return None
     count = sum(p.numel() for p in model.parameters())
@@ -47,7 +47,7 @@ def read(config: Any) -> tuple[int, float | str] | None:
 
 
 def table() -> str:
-    """Both tables of the page."""
+    """The two tables of the page."""
     exact, near, refused, without = [], [], [], []
     for name, config in sorted(families(), key=lambda each: each[0]):
         found = read(config)

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-SECONDS = 60  # of one test: a kernel that hangs ends the process too
+SECONDS = 60  # seconds of one test: a kernel that hangs ends the process too
 EXIT = 9
 
 
 def results_file() -> Path:
-    """One JSON object a line: tests in all, one that began, how it ended, the session's end."""
+    """File of JSON lines: the number of tests, a test's begin, its outcome, the session's end."""
     return Path(os.environ["MOE_EXT_RESULTS"])
 
 
 def records(path: Path) -> list[dict[str, str]]:
-    """What was written so far; the last line may be cut off."""
+    """The objects written so far; the last line may be cut off."""
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
@@ -81,7 +81,7 @@ def pytest_sessionfinish() -> None:
 
 
 def device_answers() -> bool:
-    """Whether the process can still use its GPU; true where it has none."""
+    """True if the process can still use its GPU, or has none."""
     try:
         cuda = sys.modules["torch"].cuda if "torch" in sys.modules else None
         if cuda and cuda.is_available():

@@ -25,7 +25,7 @@ TORCH_LIBRARIES = ("libtorch.so", "libtorch_cpu.so", "libtorch_cuda.so", "libc10
 
 
 def run(command: list[str | Path], folder: Path, **more: str) -> str:
-    """What a command prints in a shell that knows nothing of this repository."""
+    """The output of a command in a shell that knows nothing of this repository."""
     ours = ("PYTHON", "MOE_EXT_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     shell = {**kept, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "OMP_NUM_THREADS": "1", **more}
