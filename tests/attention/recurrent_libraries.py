@@ -5,6 +5,7 @@ flash-linear-attention 0.5, mamba-ssm 2.3 and causal-conv1d 1.6.
 """
 
 import contextlib
+import functools
 import sys
 import types
 from unittest import mock
@@ -160,6 +161,7 @@ def installed(**others):
         if function is not None:
             setattr(module, provider.function, function)
     calls.clear()
-    fresh = {"_loaded": {}, "faults": {}, "CHOSEN": "auto", "on_cuda": lambda x: True}
+    load = functools.cache(providers.load.__wrapped__)
+    fresh = {"load": load, "faults": {}, "CHOSEN": "auto", "on_cuda": lambda x: True}
     with mock.patch.dict(sys.modules, modules), mock.patch.multiple(providers, **fresh):
         yield calls

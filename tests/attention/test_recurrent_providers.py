@@ -267,9 +267,9 @@ def test_a_broken_installation_is_left_out():
 
 
 def test_nothing_is_installed(monkeypatch):
-    assert providers._load(providers.Provider("x", "no_such_module.at_all", "f", ())) == (
-        "not installed"
-    )
+    absent = providers.Provider("x", "no_such_module.at_all", "f", ())
+    monkeypatch.setitem(providers.PROVIDERS, "absent", absent)
+    assert providers.load("absent") == "not installed"
 
 
 def test_the_choice(monkeypatch):

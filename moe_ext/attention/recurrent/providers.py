@@ -231,18 +231,10 @@ def _call(
     return out, _WithGradient.apply(last.detach(), again, *(given[name] for name in names))
 
 
-# Operator to the function of its library, or to the reason why it cannot be used.
-_loaded: dict[str, Any] = {}
-
-
+@functools.cache
 def load(operator: str) -> Any:
     """The function of a library, or the reason why it cannot be used. Cached."""
-    if operator not in _loaded:
-        _loaded[operator] = _load(PROVIDERS[operator])
-    return _loaded[operator]
-
-
-def _load(provider: Provider) -> Any:
+    provider = PROVIDERS[operator]
     if not _is_installed(provider):
         return "not installed"
     try:
