@@ -336,9 +336,10 @@ def test_what_the_caller_knows_of_the_tokens_reaches_the_router():
 
 
 def test_a_router_brings_its_number_of_choices():
-    layer = make_layer(top_k=None, router=TopKRouter(8, 5, 3, dtype=torch.float64))
+    assert moe_ext.MoELayer(8, 6, 5).top_k == 2
+    layer = moe_ext.MoELayer(8, 6, 5, router=TopKRouter(8, 5, 3))
     assert layer.top_k == 3
-    layer(torch.randn(6, 8, dtype=torch.float64))
+    layer(torch.randn(6, 8))
     assert int(layer.metrics["num_tokens_per_expert"].sum()) == 18
 
 
@@ -418,11 +419,6 @@ def test_what_is_written_for_many_ranks_runs_on_one(name):
         assert layer.explain_dispatch().name == "LocalDispatcher"
         found.append(outcome(layer, x))
     assert_all_close(*found)
-
-
-def test_what_is_left_out_is_that_of_the_router():
-    assert moe_ext.MoELayer(8, 6, 5, router=TopKRouter(8, 5, 3)).top_k == 3
-    assert moe_ext.MoELayer(8, 6, 5).top_k == 2
 
 
 @pytest.mark.parametrize(
