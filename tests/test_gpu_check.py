@@ -112,7 +112,7 @@ def test_gradients_of_the_timed_layer_are_new(monkeypatch):
     kernels.layer(suite, kernels.SMALL, torch.float32)
     for run in runs:
         run()
-        once = [p.grad for p in layers[0].parameters()]
+        once = [None if p.grad is None else p.grad.clone() for p in layers[0].parameters()]
         run()
         twice = [p.grad for p in layers[0].parameters()]
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(once, twice, strict=True))
