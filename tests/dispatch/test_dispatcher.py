@@ -222,7 +222,7 @@ def check_other_work_runs_while_rows_travel():
 
 
 def check_rows_are_counted():
-    """Those of tokens alone travel, without the rows by which 16-bit rows of experts are padded."""
+    """Rows of tokens travel, and the padding of 16-bit rows of experts does not."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     for dtype in (torch.float64, torch.bfloat16):
         sharded, whole = layers(dtype=dtype)

@@ -192,7 +192,7 @@ def run_part(optimizer, params, part, steps):
 
 @over_4(*itertools.product(MAKERS, (False, True)))
 def check_experts(name, neighbours):
-    """What is owed and the moments stay; those of an expert come from the ranks that held it."""
+    """Residuals and moments stay; an expert's come from the ranks that held it."""
     generator = torch.Generator().manual_seed(1)
     dense = torch.randn(9, 20, generator=generator)
     carried = {part: [dense, torch.full((2, 3, 64), float(part))] for part in range(EP)}

@@ -77,7 +77,7 @@ def pipeline_of(name, found, **options):
 
 
 def in_two_stages(found):
-    """Those of both chains, which every rank has."""
+    """Stages of both chains, which every rank has."""
     return nn.ModuleList([nn.Sequential(*list(found)[:2]), nn.Sequential(*list(found)[2:])])
 
 

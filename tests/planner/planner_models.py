@@ -36,7 +36,7 @@ def columns(**axes):
 
 
 def best_of_all(cost, fixed):
-    """What a search finds, proven, which is the best of all placements with these values."""
+    """Plan that a search finds and proves, the best of all placements with these values."""
     found, every = search(cost, fixed=fixed), search(cost, fixed=fixed, exhaustive=True)
     assert found.best == every.best and found.proven
     return found
